@@ -1,0 +1,160 @@
+"""What the cache buys, in numbers: the two ways of writing the same text, checked to be the same, then timed.
+
+Measures through `generate`, the code that users run. Nothing here prints; results are yielded as they are known.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from minigpt.config import GPTConfig
+from minigpt.generation import generate
+from minigpt.model import GPT
+from minigpt.sampling import Sampling
+
+SEED = 1
+# Measurements of which the median is taken, after one that is thrown away.
+REPEATS = 9
+# The whole text that is written both ways.
+TEXT_CHARS = 256
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Whether both modes write the same, checked before anything is timed."""
+
+    characters: int
+    same_ids: bool
+    # Largest difference of any logit at any position.
+    logit_gap: float
+
+
+@dataclass(frozen=True)
+class PositionTimes:
+    """Writing one character at a position, that is with as many characters before it; medians, milliseconds."""
+
+    position: int
+    prefill_ms: float
+    cached_ms: float
+    recomputed_ms: float
+    # Multiply-adds of that character.
+    cached_work: int
+    recomputed_work: int
+
+
+@dataclass(frozen=True)
+class TextTimes:
+    """Writing a whole text from one character, in seconds; medians."""
+
+    characters: int
+    cached_s: float
+    recomputed_s: float
+
+
+def random_model(config: GPTConfig, seed: int = 0) -> GPT:
+    """A model whose every weight is random: speed depends on shapes alone, and zeros would make checks trivial."""
+    generator = torch.Generator().manual_seed(seed)
+    model = GPT(config, generator)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                bound = 1 / math.sqrt(module.in_features)
+                module.weight.uniform_(-bound, bound, generator=generator)
+    return model.eval()
+
+
+def work_per_character(config: GPTConfig, position: int, *, cached: bool) -> int:
+    """Multiply-adds that one character costs with ``position`` characters before it.
+
+    With the cache one position goes through the matrices and attends to at most ``window`` keys: constant. By
+    recompute all positions that can matter do, up to the receptive field: linear until there, constant after.
+    """
+    F, C = config.n_inner, config.n_embd
+    matrices = config.n_layer * (4 * C * C + 3 * C * F) + config.vocab_size * C
+    # A query and a key, a weight and a value: 2 C multiply-adds for every pair of positions, over all heads.
+    pair = 2 * C * config.n_layer
+    if cached:
+        return matrices + pair * min(position + 1, config.window)
+    n = min(position + 1, config.receptive_field)
+    full = min(n, config.window)
+    pairs = full * (full + 1) // 2 + (n - full) * config.window
+    return n * matrices + pair * pairs
+
+
+@torch.inference_mode()
+def agreement(model: GPT, characters: int) -> Agreement:
+    """Writes one text both ways and compares ids, and the logits of every position of it.
+
+    Args:
+        characters: how many; the text starts from id 0.
+    """
+    texts = [
+        [id_ for (id_,) in generate(model, [0], characters, seed=SEED, use_cache=use_cache)]
+        for use_cache in (True, False)
+    ]
+    idx = torch.tensor([[0, *texts[0]]], device=model.lm_head.weight.device)
+    kv_cache = model.new_cache()
+    cached = torch.cat([model(column, kv_cache) for column in torch.split(idx, 1, dim=1)], dim=1)
+    gap = (cached - model(idx)).abs().max().item()
+    return Agreement(characters, texts[0] == texts[1], gap)
+
+
+def positions(config: GPTConfig) -> list[int]:
+    """Powers of two from 1 to the first that is at least four windows and past the receptive field."""
+    end = max(4 * config.window, config.receptive_field)
+    return [1 << power for power in range(math.ceil(math.log2(end)) + 1)]
+
+
+def measure_positions(model: GPT, at: list[int], repeats: int = REPEATS) -> Iterator[PositionTimes]:
+    """Times one character at each position, the modes in turn, so that a machine that slows down slows both."""
+    for position in at:
+        # The prompt leaves out the last character before the position: the step that is timed takes it in.
+        cached, recomputed, prefill = [], [], []
+        for _ in range(repeats + 1):
+            prefill_s, step_s = _two_steps(model, position, use_cache=True)
+            prefill.append(prefill_s)
+            cached.append(step_s)
+            recomputed.append(_two_steps(model, position, use_cache=False)[1])
+        yield PositionTimes(
+            position,
+            _median_ms(prefill),
+            _median_ms(cached),
+            _median_ms(recomputed),
+            work_per_character(model.config, position, cached=True),
+            work_per_character(model.config, position, cached=False),
+        )
+
+
+def measure_text(model: GPT, characters: int = TEXT_CHARS, repeats: int = 3) -> TextTimes:
+    """Times one whole text both ways, in turn."""
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(repeats + 1):
+        for use_cache, measured in times.items():
+            started = time.perf_counter()
+            for _ in generate(model, [0], characters, seed=SEED, use_cache=use_cache):
+                pass
+            measured.append(time.perf_counter() - started)
+    return TextTimes(characters, _median_ms(times[True]) / 1e3, _median_ms(times[False]) / 1e3)
+
+
+def _two_steps(model: GPT, position: int, *, use_cache: bool) -> tuple[float, float]:
+    """Seconds for reading a prompt of ``position`` characters and drawing one, and for the character after that."""
+    prompt = [i % model.config.vocab_size for i in range(position)]
+    steps = generate(model, prompt, 2, sampling=Sampling(), seed=SEED, use_cache=use_cache)
+    started = time.perf_counter()
+    next(steps)
+    between = time.perf_counter()
+    next(steps)
+    return between - started, time.perf_counter() - between
+
+
+def _median_ms(measured: list[float]) -> float:
+    """The median in milliseconds, without the first, which warms up."""
+    return statistics.median(measured[1:]) * 1e3

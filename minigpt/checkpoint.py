@@ -1,0 +1,214 @@
+"""Model files: one self-contained safetensors file with all that generation needs, written in one step.
+
+The metadata of the file holds, as JSON strings: ``minigpt`` (the format version), ``config``, ``chars``, ``facts`` and,
+where training can go on from the file, ``state``. Tensors of the model go by their names in the model; those of the
+training state have the prefix ``state/``. No pickle anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from minigpt.config import GPTConfig, settings_from_json, settings_to_json
+from minigpt.errors import CheckpointError, ConfigError
+from minigpt.model import GPT
+from minigpt.tokenizer import CharTokenizer
+
+FORMAT_VERSION = 1
+STATE_PREFIX = "state/"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Where the weights of a checkpoint come from; for people, nothing is computed from it but the start character."""
+
+    corpus: str
+    corpus_sha256: str
+    corpus_chars: int
+    # Share of the text, at its end, that was held out.
+    val_fraction: float
+    # What a text without a prompt starts from if the vocabulary has no newline.
+    most_frequent: str
+    preset: str | None = None
+    steps: int = 0
+    # Nats a character; None where it was not measured yet.
+    train_loss: float | None = None
+    val_loss: float | None = None
+    elapsed_s: float = 0.0
+    minigpt_version: str = ""
+    torch_version: str = ""
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What resuming needs besides the model: numbers as JSON and tensors by name."""
+
+    values: dict[str, Any]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that was read from a file, ready to generate."""
+
+    path: Path
+    model: GPT
+    tokenizer: CharTokenizer
+    facts: Facts
+    # Only where it was asked for and the file has one.
+    state: TrainingState | None = None
+
+    @property
+    def start(self) -> str:
+        """The character that a text without a prompt starts from."""
+        return "\n" if "\n" in self.tokenizer else self.facts.most_frequent
+
+
+def save_checkpoint(
+    path: Path, model: GPT, tokenizer: CharTokenizer, facts: Facts, state: TrainingState | None = None
+) -> None:
+    """Writes a model file in one step: at every moment the path holds the old file or the new one, whole.
+
+    Raises:
+        CheckpointError: it cannot be written (a full disk, no permission); the old file is intact.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    metadata = {
+        "minigpt": str(FORMAT_VERSION),
+        "config": json.dumps(settings_to_json(model.config)),
+        "chars": json.dumps(tokenizer.chars),
+        "facts": json.dumps(asdict(facts)),
+    }
+    if state is not None:
+        tensors |= {STATE_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
+        metadata["state"] = json.dumps(state.values)
+    _write_atomically(path, save(tensors, metadata))
+
+
+def load(path: Path | str, device: torch.device | str = "cpu", *, with_state: bool = False) -> Checkpoint:
+    """Reads a model file.
+
+    Args:
+        path: the file; see ``runs.find_checkpoint`` for run names and folders.
+        device: where the weights go.
+        with_state: also read what training needs to go on.
+
+    Raises:
+        CheckpointError: there is no such file, or it is not a whole minigpt checkpoint of this format.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"there is no checkpoint file {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return _read(path, file, device, with_state)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file ({error}): train again or use another") from None
+    except (KeyError, ValueError, ConfigError) as error:
+        # A KeyError's text is the bare key, a missing part of the metadata.
+        what = f"its metadata lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"{path} is a damaged checkpoint: {what}") from None
+
+
+def _read(path: Path, file: Any, device: torch.device | str, with_state: bool) -> Checkpoint:
+    metadata: dict[str, str] = file.metadata() or {}
+    version = metadata.get("minigpt")
+    if version is None:
+        raise CheckpointError(f"{path} is a safetensors file, but not of minigpt")
+    if version != str(FORMAT_VERSION):
+        raise CheckpointError(
+            f"{path} has format version {version}, and this minigpt reads version {FORMAT_VERSION}: update minigpt, or"
+            " train again"
+        )
+    config = settings_from_json(GPTConfig, json.loads(metadata["config"]))
+    tokenizer = CharTokenizer(_json_object(metadata["chars"], str, "chars"))
+    facts = _facts_from_json(_json_object(metadata["facts"], dict, "facts"))
+    if len(tokenizer) != config.vocab_size:
+        raise CheckpointError(f"{path} has {len(tokenizer)} characters for vocab_size={config.vocab_size}")
+
+    names = set(file.keys())
+    model_names = {name for name in names if not name.startswith(STATE_PREFIX)}
+    # Compared before a model is built: a damaged config must not ask for all the memory there is.
+    n_layer = len({name.split(".")[1] for name in model_names if name.startswith("blocks.")})
+    if n_layer != config.n_layer:
+        raise CheckpointError(f"{path} holds {n_layer} layers for n_layer={config.n_layer}")
+    with torch.device("meta"):
+        model = GPT(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(file.get_slice(name).get_shape()) for name in model_names}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise CheckpointError(
+                f"{path} does not fit its config: {name} is {found.get(name, 'missing')},"
+                f" expected {expected.get(name, 'nothing of that name')}"
+            )
+    # A copy, since a mapped file may be replaced or removed while the model lives.
+    weights = {name: file.get_tensor(name).to(device, copy=True) for name in model_names}
+    model.load_state_dict(weights, strict=True, assign=True)
+
+    state = None
+    if with_state and "state" in metadata:
+        tensors = {
+            name.removeprefix(STATE_PREFIX): file.get_tensor(name).clone()
+            for name in names
+            if name.startswith(STATE_PREFIX)
+        }
+        state = TrainingState(_json_object(metadata["state"], dict, "state"), tensors)
+    return Checkpoint(path, model.eval(), tokenizer, facts, state)
+
+
+def _json_object(text: str, kind: type, name: str) -> Any:
+    value = json.loads(text)
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} in its metadata is not a {kind.__name__}")
+    return value
+
+
+def _facts_from_json(values: dict[str, Any]) -> Facts:
+    known = {fact.name for fact in fields(Facts)}
+    try:
+        return Facts(**{name: value for name, value in values.items() if name in known})
+    except TypeError as error:
+        raise ValueError(f"its facts are incomplete: {error}") from None
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    except BaseException as error:
+        # Also when it is interrupted, nothing half-written stays.
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"cannot write {path}: {error.strerror or error}; what was saved there before is intact"
+            ) from None
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    # Makes the new name itself survive a power cut. Windows cannot open folders and does not need it.
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

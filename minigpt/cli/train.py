@@ -1,0 +1,315 @@
+"""``minigpt train``: learn a text, or go on with a run."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from minigpt.cli.options import DeviceOption, EncodingOption
+from minigpt.config import DEFAULT_PRESET, PRESETS, GPTConfig, TrainConfig, find_preset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from minigpt.corpus import Corpus
+    from minigpt.trainer import EvalReport, Trainer
+
+# Characters of the sample that is shown at evaluations on a terminal.
+SAMPLE_CHARS = 160
+
+_PRESETS_HELP = "; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items())
+
+
+def _field(name: str, about: str) -> Any:
+    """An option for the settings field of that name; not given, it keeps the preset's value."""
+    return typer.Option(f"--{name.replace('_', '-')}", help=about, show_default=False)
+
+
+def train(
+    corpus: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CORPUS]...",
+            help="Files, folders of *.txt, '-' for standard input, a URL, or 'shakespeare'. Default: the bundled text.",
+            show_default=False,
+        ),
+    ] = None,
+    encoding: EncodingOption = "utf-8",
+    sha256: Annotated[
+        str | None,
+        typer.Option("--sha256", help="Refuse a downloaded text with another digest than this."),
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", "-o", help="Name of the run. Default: made of the names of text and preset."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the run of that name.")] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option("--resume", metavar="RUN", help="Go on with a run, with its own settings."),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option("--preset", help=f"{_PRESETS_HELP}. Default: {DEFAULT_PRESET}.", show_default=False),
+    ] = None,
+    n_layer: Annotated[int | None, _field("n_layer", "Layers.")] = None,
+    n_head: Annotated[int | None, _field("n_head", "Attention heads a layer.")] = None,
+    n_embd: Annotated[int | None, _field("n_embd", "Channels.")] = None,
+    block_size: Annotated[int | None, _field("block_size", "Characters in one training example.")] = None,
+    window: Annotated[int | None, _field("window", "Characters that attention looks back, its own included.")] = None,
+    dropout: Annotated[float | None, _field("dropout", "Share of activations dropped while training.")] = None,
+    steps: Annotated[int | None, _field("steps", "Updates of the weights.")] = None,
+    batch_size: Annotated[int | None, _field("batch_size", "Examples an update.")] = None,
+    muon_lr: Annotated[float | None, _field("muon_lr", "Peak learning rate of the matrices.")] = None,
+    adamw_lr: Annotated[float | None, _field("adamw_lr", "Peak learning rate of everything else.")] = None,
+    weight_decay: Annotated[float | None, _field("weight_decay", "Decay of the matrices, times the rate.")] = None,
+    warmup_steps: Annotated[int | None, _field("warmup_steps", "Steps over which the rates rise.")] = None,
+    decay_fraction: Annotated[float | None, _field("decay_fraction", "Share of steps over which they fall.")] = None,
+    grad_clip: Annotated[float | None, _field("grad_clip", "Largest norm of the gradient; 0 is off.")] = None,
+    eval_every: Annotated[int | None, _field("eval_every", "Steps between two looks at the held-out text.")] = None,
+    eval_chars: Annotated[
+        int | None, _field("eval_chars", "Held-out characters read at each look; 0 reads all.")
+    ] = None,
+    val_fraction: Annotated[float | None, _field("val_fraction", "Share of the text, at its end, held out.")] = None,
+    seed: Annotated[int | None, _field("seed", "Same seed, same model.")] = None,
+    device: DeviceOption = "auto",
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", min=1, help="CPU threads. Default: one a core, or those of the run."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
+) -> None:
+    """Learn a text."""
+    given = {name: value for name, value in locals().items() if value is not None}
+    model_fields = {name: given[name] for name in GPTConfig.__dataclass_fields__ if name in given}
+    train_fields = {name: given[name] for name in TrainConfig.__dataclass_fields__ if name in given}
+    if resume is not None:
+        own = [*model_fields, *train_fields, *(name for name in ("preset", "out", "sha256") if name in given)]
+        if force:
+            own.append("force")
+        if own:
+            option = "--" + own[0].replace("_", "-")
+            raise typer.BadParameter(f"a run goes on with its own settings: leave out {option}", param_hint="--resume")
+        trainer = _resume(resume, corpus or [], device, threads)
+    else:
+        trainer = _start(
+            corpus or [],
+            encoding,
+            sha256,
+            out,
+            force,
+            preset or DEFAULT_PRESET,
+            model_fields,
+            train_fields,
+            device,
+            threads,
+        )
+    _run(trainer, quiet)
+
+
+def _start(
+    sources: list[str],
+    encoding: str,
+    sha256: str | None,
+    out: str | None,
+    force: bool,
+    preset_name: str,
+    model_fields: dict[str, Any],
+    train_fields: dict[str, Any],
+    device: str,
+    threads: int | None,
+) -> Trainer:
+    # Everything that can be wrong without reading the text is said before it is read.
+    preset = find_preset(preset_name)
+    config = TrainConfig(**{**preset.training, **train_fields})
+    shape = {**preset.model, **model_fields}
+    GPTConfig(vocab_size=1, **shape)
+
+    import torch
+
+    from minigpt import __version__
+    from minigpt.checkpoint import Facts
+    from minigpt.device import choose_device, set_threads
+    from minigpt.errors import CheckpointError
+    from minigpt.runs import free_name, is_run, run_folder
+    from minigpt.trainer import Trainer
+
+    chosen_device = choose_device(device)
+    if out is not None and is_run(run_folder(out)) and not force:
+        raise CheckpointError(
+            f"there is a run in {run_folder(out)} already: go on with it by --resume {out}, replace it with --force, or"
+            " choose another --out"
+        )
+    text = _load(sources, encoding, sha256)
+    train_ids, val_ids = text.split(config.val_fraction, shape["block_size"])
+    model_config = GPTConfig(vocab_size=len(text.tokenizer), **shape)
+    name = out or free_name(f"{_slug(text.name)}-{preset_name}")
+    folder = run_folder(name)
+    facts = Facts(
+        corpus=text.name,
+        corpus_sha256=text.sha256,
+        corpus_chars=len(text.ids),
+        val_fraction=config.val_fraction,
+        most_frequent=text.most_frequent,
+        preset=preset_name,
+        minigpt_version=__version__,
+        torch_version=torch.__version__,
+    )
+    extra = {
+        "sources": [_absolute(source) for source in sources],
+        "encoding": encoding,
+        "device": str(chosen_device),
+        "threads": set_threads(threads),
+    }
+    return Trainer.start(
+        folder, model_config, text.tokenizer, facts, train_ids, val_ids, config, device=chosen_device, extra=extra
+    )
+
+
+def _resume(name: str, sources: list[str], device: str, threads: int | None) -> Trainer:
+    from minigpt.checkpoint import load
+    from minigpt.device import choose_device, set_threads
+    from minigpt.errors import CheckpointError, CorpusError
+    from minigpt.runs import LAST, find_run
+    from minigpt.trainer import Trainer
+
+    folder = find_run(name)
+    checkpoint = load(folder / LAST, with_state=True)
+    if checkpoint.state is None:
+        raise CheckpointError(f"{checkpoint.path} holds a model but no training state to resume from")
+    extra = checkpoint.state.values["extra"]
+    # The same device and number of threads, unless told otherwise: with others, sums are rounded otherwise.
+    chosen_device = choose_device(extra["device"] if device == "auto" else device)
+    extra |= {"device": str(chosen_device), "threads": set_threads(threads or extra["threads"])}
+    text = _load(sources or extra["sources"], extra["encoding"], None)
+    facts = checkpoint.facts
+    if text.sha256 != facts.corpus_sha256:
+        raise CorpusError(
+            f"the text ({text.name}) is not the one that {name!r} was trained on ({facts.corpus}): give that text, or"
+            " train a new run"
+        )
+    train_ids, val_ids = text.split(facts.val_fraction, checkpoint.model.config.block_size)
+    return Trainer.resume(folder, checkpoint, train_ids, val_ids, device=chosen_device)
+
+
+def _load(sources: list[str], encoding: str, sha256: str | None) -> Corpus:
+    from minigpt import console
+    from minigpt.corpus import load_corpus
+
+    text = load_corpus(sources, encoding=encoding, sha256=sha256, progress=console.bytes_bar("downloading"))
+    for sentence in text.notes:
+        console.note(sentence)
+    return text
+
+
+def _absolute(source: str) -> str:
+    """The source as it can be found again from another working directory."""
+    return str(Path(source).resolve()) if Path(source).exists() else source
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", Path(name).stem.lower()).strip("-")[:40] or "text"
+
+
+def _run(trainer: Trainer, quiet: bool) -> None:
+    from minigpt import console
+    from minigpt.trainer import EvalReport
+
+    note = _silent if quiet else console.note
+    steps, model = trainer.config.steps, trainer.model
+    note(
+        f"{trainer.facts.corpus}: {trainer.facts.corpus_chars:,} characters, {model.config.vocab_size} different ones;"
+        f" {trainer.held_out}"
+    )
+    note(
+        f"{sum(param.numel() for param in model.parameters()):,} parameters, {steps:,} steps"
+        f"{f' (from {trainer.step:,})' if trainer.step else ''}, in {trainer.folder}"
+    )
+    report: EvalReport | None = None
+    with _StopRequest(note) as stop, console.steps_bar(steps, trainer.step, "step", hidden=quiet) as bar:
+        for step in trainer.steps():
+            if isinstance(step, EvalReport):
+                report = step
+                note(_evaluation_line(step, steps))
+                if not bar.disable:
+                    note(_sample(trainer))
+            else:
+                held_out = "" if report is None else f", held-out {report.val_loss:.3f}"
+                bar.set_postfix_str(f"loss {step.loss:.3f}{held_out}, {step.chars_per_s:,.0f} characters/s", False)
+                bar.update(1)
+            if stop.signal is not None and trainer.step < steps:
+                bar.close()
+                trainer.save()
+                note(f"stopped and saved after step {trainer.step:,}: go on with --resume {trainer.folder.name}")
+                raise typer.Exit(128 + stop.signal)
+    note(_summary(trainer))
+
+
+def _evaluation_line(report: EvalReport, steps: int) -> str:
+    best = ", the best so far" if report.best else ""
+    return (
+        f"step {report.step:,} of {steps:,}: loss {report.train_loss:.4f}, held-out {report.val_loss:.4f} nats a"
+        f" character{best} ({report.elapsed_s:.0f} s)"
+    )
+
+
+def _sample(trainer: Trainer) -> str:
+    """A few lines in the model's own words, marked as such; uses no random numbers of the training."""
+    from minigpt.generation import generate
+    from minigpt.sampling import Sampling
+
+    tokenizer = trainer.tokenizer
+    start = "\n" if "\n" in tokenizer else trainer.facts.most_frequent
+    ids = generate(trainer.model, tokenizer.encode(start), SAMPLE_CHARS, sampling=Sampling(temperature=0.8))
+    text = tokenizer.decode(id_ for (id_,) in ids)
+    shown = "".join(char if char.isprintable() or char == "\n" else " " for char in text)
+    return "".join(f"  | {line}\n" for line in shown.strip().splitlines())
+
+
+def _summary(trainer: Trainer) -> str:
+    facts = trainer.facts
+    lines = [
+        f"done: {trainer.step:,} steps in {trainer.elapsed_s:.0f} s, loss {facts.train_loss:.4f}, best held-out loss"
+        f" {trainer.best_loss:.4f} nats a character (step {trainer.best_step:,})"
+    ]
+    if trainer.best_step != trainer.step:
+        lines.append(
+            f"the held-out loss rose again after step {trainer.best_step:,}, whose model is kept: more text,"
+            " fewer --steps, a smaller model or more --dropout would help"
+        )
+    name = trainer.folder.name
+    lines.append(f"saved in {trainer.folder}; write with it: minigpt generate --checkpoint {name}")
+    return "\n".join(lines)
+
+
+class _StopRequest:
+    """Turns a first Ctrl-C or SIGTERM into a wish, noted in ``signal``; a second one stops at once."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.signal: int | None = None
+        self._note = note
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _StopRequest:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, _: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+        self._note("stopping after this step; once more stops at once")
+
+
+def _silent(_: str) -> None:
+    pass

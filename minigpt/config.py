@@ -1,0 +1,195 @@
+"""Settings: the shape of a model, how it is trained, and the presets that name good pairs of both.
+
+Owns every default. Standard library only, so that ``--help`` can show the defaults without importing torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+from minigpt.errors import ConfigError
+
+# The feed-forward width is rounded up to a multiple of this, so that matrix kernels meet no ragged edge.
+INNER_MULTIPLE = 32
+
+Settings = TypeVar("Settings", "GPTConfig", "TrainConfig")
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a model: all that its function depends on besides the weights.
+
+    Raises:
+        ConfigError: a field has the wrong type or is out of range, or two fields do not fit.
+    """
+
+    vocab_size: int
+    n_layer: int = 4
+    n_head: int = 4
+    n_embd: int = 128
+    # Characters in one training example. Generation is not limited by it.
+    block_size: int = 256
+    # Position i attends to positions i - window + 1 ... i, in training and in generation.
+    window: int = 64
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "n_layer", "n_head", "n_embd", "block_size", "window"):
+            _require_count(name, getattr(self, name))
+        _require_range("dropout", self.dropout, 0.0, 1.0, upper_open=True)
+        if self.n_embd % self.n_head:
+            raise ConfigError(
+                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: choose a multiple of {self.n_head}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"head_dim={self.head_dim} (n_embd={self.n_embd} / n_head={self.n_head}) is odd, and rotary positions"
+                " turn pairs of channels: choose an even one"
+            )
+        if self.window > self.block_size:
+            raise ConfigError(
+                f"window={self.window} is larger than block_size={self.block_size}, so training would never fill it:"
+                " lower the window or raise the block size"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def n_inner(self) -> int:
+        """Width of the gated feed-forward layer: 8/3 of n_embd, which gives its three matrices the parameters of
+        the usual two of width 4 n_embd (Shazeer 2020, "GLU Variants Improve Transformer", section 2)."""
+        return math.ceil(8 * self.n_embd / 3 / INNER_MULTIPLE) * INNER_MULTIPLE
+
+    @property
+    def receptive_field(self) -> int:
+        """Characters that can influence one prediction: every layer looks window - 1 further back."""
+        return self.n_layer * (self.window - 1) + 1
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a model is trained. Learning rates are the peaks of a schedule (see ``optim.learning_rate_factor``).
+
+    Raises:
+        ConfigError: a field has the wrong type or is out of range.
+    """
+
+    steps: int = 1000
+    batch_size: int = 8
+    # Of Muon, for the matrices inside the blocks.
+    muon_lr: float = 0.03
+    # Of AdamW, for embeddings, norms and the output layer.
+    adamw_lr: float = 0.005
+    weight_decay: float = 0.0
+    warmup_steps: int = 50
+    # Share of the steps, at the end, over which the rates fall linearly to zero.
+    decay_fraction: float = 0.6
+    # Largest norm of the whole gradient; 0 turns clipping off.
+    grad_clip: float = 1.0
+    eval_every: int = 250
+    # Characters of the held-out part read at each evaluation, in evenly spaced blocks; 0 reads all of it.
+    eval_chars: int = 32768
+    # Share of the text, at its end, that is held out.
+    val_fraction: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "eval_every"):
+            _require_count(name, getattr(self, name))
+        for name in ("warmup_steps", "eval_chars", "seed"):
+            _require_count(name, getattr(self, name), least=0)
+        for name in ("muon_lr", "adamw_lr", "weight_decay", "grad_clip"):
+            _require_range(name, getattr(self, name), 0.0, math.inf, upper_open=True)
+        _require_range("decay_fraction", self.decay_fraction, 0.0, 1.0)
+        _require_range("val_fraction", self.val_fraction, 0.0, 1.0, lower_open=True, upper_open=True)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A shape and a training recipe that go together, as field values without the vocabulary size."""
+
+    about: str
+    model: Mapping[str, Any]
+    training: Mapping[str, Any]
+
+
+PRESETS: Mapping[str, Preset] = {
+    "tiny": Preset(
+        about="0.8 M parameters, about a minute on two CPU cores",
+        model={"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "window": 64},
+        training={"steps": 600, "batch_size": 8, "eval_every": 150},
+    ),
+    "small": Preset(
+        about="3 M parameters, about ten minutes",
+        model={"n_layer": 4, "n_head": 8, "n_embd": 256, "block_size": 256, "window": 64, "dropout": 0.05},
+        training={"steps": 2500, "batch_size": 8, "eval_every": 250},
+    ),
+    "base": Preset(
+        about="10 M parameters, an hour or more",
+        model={"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "window": 96, "dropout": 0.1},
+        training={"steps": 5000, "batch_size": 8, "muon_lr": 0.02, "eval_every": 500},
+    ),
+}
+DEFAULT_PRESET = "tiny"
+
+
+def find_preset(name: str) -> Preset:
+    """The preset of that name.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    try:
+        return PRESETS[name]
+    except KeyError:
+        raise ConfigError(f"there is no preset {name!r}: choose one of {', '.join(PRESETS)}") from None
+
+
+def settings_from_json(kind: type[Settings], values: Any) -> Settings:
+    """Settings of that kind from a parsed JSON object; fields it lacks get their defaults.
+
+    Raises:
+        ConfigError: not an object, a field that this version does not know, a missing one without a default, or a
+            bad value.
+    """
+    if not isinstance(values, dict):
+        raise ConfigError(f"settings must be a JSON object, not {type(values).__name__}")
+    known = {field.name for field in fields(kind)}
+    if unknown := sorted(set(values) - known):
+        raise ConfigError(f"unknown setting {unknown[0]!r}: it was written by another version of minigpt")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ConfigError(f"settings are incomplete: {error}") from None
+
+
+def settings_to_json(settings: GPTConfig | TrainConfig) -> dict[str, Any]:
+    """All fields of the settings as a JSON object."""
+    return asdict(settings)
+
+
+def _require_count(name: str, value: object, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} must be a whole number")
+    if value < least:
+        raise ConfigError(f"{name}={value} must be at least {least}")
+
+
+def _require_range(
+    name: str, value: object, low: float, high: float, *, lower_open: bool = False, upper_open: bool = False
+) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} must be a number")
+    # Written so that NaN, which compares false with everything, is refused.
+    above = value > low if lower_open else value >= low
+    below = value < high if upper_open else value <= high
+    if not (above and below):
+        least, most = ("more than" if lower_open else "at least"), ("below" if upper_open else "at most")
+        limits = f"{least} {low:g}" if math.isinf(high) else f"{least} {low:g} and {most} {high:g}"
+        raise ConfigError(f"{name}={value} must be {limits}")

@@ -1,0 +1,91 @@
+"""What the commands share in talking to a person: notes on stderr, tables and JSON on stdout.
+
+stdout is the product; everything else goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+
+def note(text: str) -> None:
+    """One message to the person, on stderr, above a progress bar if there is one."""
+    tqdm.write(text, file=sys.stderr)
+
+
+def write(text: str) -> None:
+    """Text of the product to stdout, at once and as it is: no wrapping, no markup."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def write_json(value: Any) -> None:
+    """One JSON object to stdout."""
+    write(json.dumps(value) + "\n")
+
+
+def write_table(headers: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """A table to stdout: Rich on a terminal, plain aligned columns in a pipe. All but the first column are numbers."""
+    if sys.stdout.isatty():
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=Text(title) if title else None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+        for i, header in enumerate(headers):
+            table.add_column(Text(header), justify="right" if i else "left")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    if title:
+        write(title + "\n")
+    for row in (headers, *rows):
+        cells = [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))]  # noqa: B905
+        write("  ".join(cells).rstrip() + "\n")
+
+
+def bytes_bar(description: str) -> Callable[[int, int | None], None]:
+    """A progress callback (done, total) in bytes that draws a bar on a terminal and nothing elsewhere."""
+    bar: tqdm[Any] | None = None
+
+    def progress(done: int, total: int | None) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = tqdm(
+                total=total, unit="B", unit_scale=True, desc=description, disable=None, file=sys.stderr, leave=False
+            )
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return progress
+
+
+@contextmanager
+def steps_bar(total: int, initial: int, unit: str, *, hidden: bool = False) -> Iterator[tqdm[Any]]:
+    """A progress bar on a terminal's stderr, gone when it is done; silent elsewhere, or if it is to be hidden."""
+    with tqdm(
+        total=total,
+        initial=initial,
+        unit=unit,
+        # None leaves the choice to whether stderr is a terminal.
+        disable=hidden or None,
+        file=sys.stderr,
+        leave=False,
+        dynamic_ncols=True,
+    ) as bar:
+        yield bar
+
+
+def thousands(number: float) -> str:
+    """A whole number with commas: 1234567 as 1,234,567."""
+    return f"{round(number):,}"

@@ -1,0 +1,120 @@
+"""How well a model predicts a text, in nats a character: in training-sized windows, as one stream, by position.
+
+Nothing here samples or learns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from minigpt.model import GPT
+
+# Characters computed in one call: enough to keep the processor busy, few enough for a laptop's memory.
+CHARS_PER_CALL = 8192
+# Positions of one stream read in one call.
+STREAM_CHUNK = 512
+
+Ids = NDArray[np.unsignedinteger]
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean of -log p(target), in nats a character; logits (B, T, V), targets (B, T)."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@torch.inference_mode()
+def window_loss(model: GPT, ids: Ids, max_chars: int = 0) -> float:
+    """Mean loss over consecutive windows of the block size, each read from an empty context, as in training.
+
+    Args:
+        ids: a text of at least 2 characters, (N,). What does not fill a window at its end is left out; a text shorter
+            than one window is read as one.
+        max_chars: read only as many windows as hold this many characters (at least one), evenly spaced over the
+            text; 0 reads all.
+
+    Raises:
+        ValueError: the text is shorter than 2 characters.
+    """
+    if len(ids) < 2:
+        raise ValueError("a loss needs at least 2 characters")
+    T = min(model.config.block_size, len(ids) - 1)
+    starts = np.arange(0, len(ids) - T, T)
+    if max_chars and len(starts) > (wanted := max(1, max_chars // T)):
+        starts = starts[np.arange(wanted) * len(starts) // wanted]
+    total = 0.0
+    with _evaluating(model):
+        for batch in np.array_split(starts, -(-len(starts) * T // CHARS_PER_CALL)):
+            windows = torch.from_numpy(ids[batch[:, None] + np.arange(T + 1)].astype(np.int64))
+            windows = windows.to(model.lm_head.weight.device)
+            total += cross_entropy(model(windows[:, :-1]), windows[:, 1:]).item() * len(batch)
+    return total / len(starts)
+
+
+@torch.inference_mode()
+def stream_losses(model: GPT, ids: Ids) -> Iterator[NDArray[np.float32]]:
+    """The loss of every character but the first, each predicted from all that came before it, in one stream.
+
+    The text goes through the cache in chunks, so any length takes the same memory.
+
+    Yields:
+        Losses in nats, a chunk at a time, (n,); len(ids) - 1 in all.
+    """
+    kv_cache = model.new_cache()
+    device = model.lm_head.weight.device
+    with _evaluating(model):
+        for start in range(0, len(ids) - 1, STREAM_CHUNK):
+            chunk = torch.from_numpy(ids[start : start + STREAM_CHUNK + 1].astype(np.int64)).to(device)
+            logits = model(chunk[None, :-1], kv_cache)[0]
+            yield functional.cross_entropy(logits, chunk[1:], reduction="none").float().cpu().numpy()
+
+
+@torch.inference_mode()
+def loss_by_position(model: GPT, ids: Ids, length: int, max_streams: int = 32) -> NDArray[np.float64]:
+    """Mean loss at each position of a stream that starts from an empty context.
+
+    Args:
+        ids: the text, cut into consecutive streams.
+        length: predictions a stream.
+        max_streams: use at most this many, evenly spaced.
+
+    Returns:
+        Losses in nats, (length,): entry i is that of predicting a character from the i + 1 before it.
+
+    Raises:
+        ValueError: the text is too short for one stream.
+    """
+    if len(ids) <= length:
+        raise ValueError(f"a stream of {length} predictions needs {length + 1} characters, not {len(ids)}")
+    starts = np.arange(0, len(ids) - length, length)
+    if len(starts) > max_streams:
+        starts = starts[np.arange(max_streams) * len(starts) // max_streams]
+    streams = torch.from_numpy(ids[starts[:, None] + np.arange(length + 1)].astype(np.int64))
+    streams = streams.to(model.lm_head.weight.device)
+    kv_cache = model.new_cache(len(starts))
+    losses = np.empty(length)
+    chunk = max(1, CHARS_PER_CALL // len(starts))
+    with _evaluating(model):
+        for start in range(0, length, chunk):
+            x = streams[:, start : min(start + chunk, length)]
+            y = streams[:, start + 1 : start + 1 + x.shape[1]]
+            logits = model(x, kv_cache)  # (B, T, V)
+            loss = functional.cross_entropy(logits.transpose(1, 2), y, reduction="none")  # (B, T)
+            losses[start : start + x.shape[1]] = loss.double().mean(dim=0).cpu().numpy()
+    return losses
+
+
+@contextmanager
+def _evaluating(model: GPT) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,236 @@
+"""The network: a decoder-only transformer with rotary positions and sliding-window causal attention.
+
+`GPT` is a pure function of weights, ids and an optional cache. It keeps no state between calls; the loss lives with
+the trainer, sampling with the generator, positions with the cache.
+
+Shape letters, used in all comments:
+    B  batch                    T  new positions in this call        S  key positions visible, cached + new (S >= T)
+    C  n_embd                   H  n_head                            D  head_dim = C / H
+    V  vocab_size               F  n_inner
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from minigpt.config import GPTConfig
+from minigpt.kv_cache import KVCache
+
+# Base of the rotary frequencies (Su et al. 2021, "RoFormer", section 3.2.2, after Vaswani et al. 2017, section 3.5).
+ROPE_BASE = 10_000.0
+# Keeps the norm of an all-zero row finite; the value of Qwen3, whose network this is.
+NORM_EPS = 1e-6
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Scaled dot-product attention, as the formula has it: softmax(q k^T / sqrt(D)) v.
+
+    The reference for `fused_attention`, which the model runs; the two agree to rounding.
+
+    Args:
+        q: queries, (B, H, T, D).
+        k, v: keys and values, (B, H, S, D).
+        mask: (T, S), true where a query may read a key; None lets every query read every key.
+
+    Returns:
+        For each query the mean of the values, weighted by how well their keys match it, (B, H, T, D).
+
+    Source:
+        Vaswani et al. 2017, "Attention Is All You Need", equation 1. For q and k of unit variance a product q k^T
+        has variance D; the division brings it back to 1 and keeps the softmax from saturating.
+    """
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, S)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return scores.softmax(dim=-1) @ v
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The same function as `attention` in one kernel that never stores the scores; same arguments."""
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def sliding_window_mask(T: int, S: int, window: int, device: torch.device | str = "cpu") -> Tensor:
+    """Which keys the last T of S positions may read: themselves and the window - 1 positions before them.
+
+    Returns:
+        (T, S), true where query i, at position S - T + i, may read key j: S - T + i - window < j <= S - T + i.
+    """
+    query = torch.arange(S - T, S, device=device)[:, None]
+    key = torch.arange(S, device=device)
+    return (key <= query) & (key > query - window)
+
+
+def rotary_angles(
+    start: int, T: int, head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angles by which positions start ... start + T - 1 turn their pairs of channels.
+
+    Computed in float64 and cast at the end: in float32 the angle of position 10^6 would be off by up to 0.03.
+
+    Returns:
+        cos, sin, each (T, D / 2).
+
+    Source:
+        Su et al. 2021, "RoFormer", equation 15: pair i of position p turns by p * base^(-2 i / D).
+    """
+    # MPS has no float64, so the angles are made on the CPU there.
+    exact = torch.device("cpu") if torch.device(device).type == "mps" else device
+    pair = torch.arange(0, head_dim, 2, dtype=torch.float64, device=exact)
+    position = torch.arange(start, start + T, dtype=torch.float64, device=exact)
+    angle = position[:, None] * ROPE_BASE ** (-pair / head_dim)
+    return angle.cos().to(dtype).to(device), angle.sin().to(dtype).to(device)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns each pair (x_i, x_{i + D/2}) of the last axis by its angle, so that q . k depends on distance alone.
+
+    Args:
+        x: (B, H, T, D).
+        cos, sin: (T, D / 2), of `rotary_angles`.
+    """
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class SelfAttention(nn.Module):
+    """Every position asks (query), offers (key) and tells (value); it gathers what the positions it may see tell."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_head = config.n_head
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        # A norm on queries and keys bounds the scores, which large Muon steps would let grow without end
+        # (Henry et al. 2020, "Query-Key Normalization for Transformers").
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=NORM_EPS)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=NORM_EPS)
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        layer: int,
+        kv_cache: KVCache | None,
+    ) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(dim=2)  # (B, T, H, D)
+        q = rotate(self.q_norm(q).transpose(1, 2), *angles)  # (B, H, T, D)
+        k = rotate(self.k_norm(k).transpose(1, 2), *angles)  # (B, H, T, D)
+        v = v.transpose(1, 2)  # (B, H, T, D)
+        if kv_cache is not None:
+            k, v = kv_cache.extend(layer, k, v)  # (B, H, S, D)
+        y = fused_attention(q, k, v, mask).transpose(1, 2).reshape(B, T, C)
+        return functional.dropout(self.proj(y), self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    """A gated feed-forward layer, SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020, "GLU Variants", section 2)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.gate_up = nn.Linear(config.n_embd, 2 * config.n_inner, bias=False)
+        self.down = nn.Linear(config.n_inner, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B, T, F)
+        return functional.dropout(self.down(functional.silu(gate) * up), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """One layer: attention, then the feed-forward network, each on a normed copy and added to the stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm_1 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
+        self.attn = SelfAttention(config)
+        self.norm_2 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        layer: int,
+        kv_cache: KVCache | None,
+    ) -> Tensor:
+        x = x + self.attn(self.norm_1(x), angles, mask, layer, kv_cache)
+        x = x + self.mlp(self.norm_2(x))
+        return x
+
+
+class GPT(nn.Module):
+    """The language model: ids in, logits of the next id out, for every position.
+
+    Args:
+        config: its shape.
+        generator: draws the initial weights; None takes torch's global one.
+    """
+
+    def __init__(self, config: GPTConfig, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        # A ModuleList, told to the type checker as what it holds.
+        self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(config) for _ in range(config.n_layer)))
+        self.norm_f = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self._initialise(generator)
+
+    def forward(self, idx: Tensor, kv_cache: KVCache | None = None) -> Tensor:
+        """Logits of the id that follows each position.
+
+        Args:
+            idx: ids, (B, T), of any T >= 1: the context is limited by the window alone.
+            kv_cache: what earlier calls left of the positions before ``idx``. It takes in the new ones, and the logits
+                are those that the whole sequence without a cache would give. None starts at position 0 and keeps
+                nothing.
+
+        Returns:
+            Logits, (B, T, V).
+        """
+        T = idx.shape[1]
+        x = self.wte(idx)  # (B, T, C)
+        start = kv_cache.length if kv_cache is not None else 0
+        angles = rotary_angles(start, T, self.config.head_dim, x.dtype, x.device)
+        # A single new position may read every key that it is handed.
+        mask = None
+        if T > 1:
+            S = T + min(start, self.config.window - 1)
+            mask = sliding_window_mask(T, S, self.config.window, x.device)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, angles, mask, layer, kv_cache)
+        if kv_cache is not None:
+            kv_cache.advance(T)
+        logits: Tensor = self.lm_head(self.norm_f(x))  # (B, T, V)
+        return logits
+
+    def new_cache(self, batch_size: int = 1) -> KVCache:
+        """An empty cache that fits these weights."""
+        weight = self.lm_head.weight
+        return KVCache(self.config, batch_size, dtype=weight.dtype, device=weight.device)
+
+    @torch.no_grad()
+    def _initialise(self, generator: torch.Generator | None) -> None:
+        # Variance-preserving matrices, as torch draws them by default: uniform in +-1 / sqrt(fan_in).
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                bound = 1 / math.sqrt(module.in_features)
+                module.weight.uniform_(-bound, bound, generator=generator)
+        self.wte.weight.normal_(generator=generator)
+        # Every layer starts as the identity and every prediction as uniform: what is added is learnt, and the first
+        # steps need no small rates (Yang et al. 2021, "Tensor Programs V", appendix D.2, for the output layer).
+        for block in self.blocks:
+            block.attn.proj.weight.zero_()
+            block.mlp.down.weight.zero_()
+        self.lm_head.weight.zero_()

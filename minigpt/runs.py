@@ -1,0 +1,92 @@
+"""Run folders, ``checkpoints/<name>/`` under the working directory: their files, their names, which is the newest.
+
+A run is a folder with at least one checkpoint in it; a folder without is free to be used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from minigpt.errors import CheckpointError
+
+CHECKPOINTS = Path("checkpoints")
+# The model with the lowest held-out loss.
+BEST = "best.safetensors"
+# The newest model, with all that resuming needs.
+LAST = "last.safetensors"
+# One JSON object a line: losses as training went.
+LOG = "train.jsonl"
+
+
+def run_folder(name: str) -> Path:
+    """The folder of a run: a plain name lives under ``checkpoints/``, anything with a separator is a path.
+
+    Raises:
+        CheckpointError: the name is empty or means no folder of its own.
+    """
+    if not name.strip() or name in (".", "..") or "\0" in name:
+        raise CheckpointError(f"{name!r} is not a name for a run: use letters, digits, '-' and '_'")
+    return Path(name) if Path(name).name != name else CHECKPOINTS / name
+
+
+def is_run(folder: Path) -> bool:
+    """Whether the folder holds a checkpoint."""
+    return (folder / LAST).is_file() or (folder / BEST).is_file()
+
+
+def runs() -> list[str]:
+    """Names of the runs under ``checkpoints/``, the newest first."""
+    if not CHECKPOINTS.is_dir():
+        return []
+    folders = [folder for folder in CHECKPOINTS.iterdir() if is_run(folder)]
+    return [folder.name for folder in sorted(folders, key=_written_at, reverse=True)]
+
+
+def free_name(base: str) -> str:
+    """``base``, or ``base-2``, ``base-3`` ... where there is a run of that name."""
+    name, n = base, 1
+    while is_run(CHECKPOINTS / name):
+        n += 1
+        name = f"{base}-{n}"
+    return name
+
+
+def find_checkpoint(name: str | None = None) -> Path:
+    """The file to load for a run name, a run folder, a file, or None for the newest run.
+
+    In a folder that is the best model, or the last where none was evaluated yet.
+
+    Raises:
+        CheckpointError: there is none; the message lists the runs there are.
+    """
+    if name is None:
+        if not (names := runs()):
+            raise CheckpointError(f"there are no runs in {CHECKPOINTS.resolve()}: train one with 'minigpt train'")
+        name = names[0]
+    elif Path(name).is_file():
+        return Path(name)
+    for folder in (run_folder(name), Path(name)):
+        if is_run(folder):
+            return folder / BEST if (folder / BEST).is_file() else folder / LAST
+    raise CheckpointError(f"there is no run or checkpoint {name!r}: {_known_runs()}")
+
+
+def find_run(name: str) -> Path:
+    """The folder of a run that can be resumed.
+
+    Raises:
+        CheckpointError: there is none; the message lists the runs there are.
+    """
+    for folder in (run_folder(name), Path(name)):
+        if (folder / LAST).is_file():
+            return folder
+    raise CheckpointError(f"there is no run {name!r} to resume: {_known_runs()}")
+
+
+def _known_runs() -> str:
+    names = runs()
+    return f"the runs here are {', '.join(names)}" if names else f"there are no runs in {CHECKPOINTS.resolve()}"
+
+
+def _written_at(folder: Path) -> int:
+    return max(file.stat().st_mtime_ns for file in (folder / LAST, folder / BEST) if file.is_file())

@@ -1,0 +1,312 @@
+"""Training: an iterator of reports that updates the weights, evaluates, saves, and resumes bit for bit.
+
+All randomness of a step is a function of the seed and the step alone, so a run has no hidden state: what is saved are
+the weights, the optimizer's averages and a few numbers. Showing and stopping are the caller's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from minigpt.checkpoint import Checkpoint, Facts, TrainingState, save_checkpoint
+from minigpt.config import GPTConfig, TrainConfig, settings_from_json, settings_to_json
+from minigpt.corpus import batch
+from minigpt.errors import CheckpointError, ConfigError, TrainingError
+from minigpt.evaluation import Ids, cross_entropy, window_loss
+from minigpt.model import GPT
+from minigpt.optim import Optimizer, learning_rate_factor
+from minigpt.runs import BEST, LAST, LOG
+from minigpt.tokenizer import CharTokenizer
+
+# Steps between two lines of training loss in the log.
+LOG_EVERY = 10
+
+# Separate streams of random numbers: drawing from one does not move another.
+_INIT, _BATCH, _DROPOUT = range(3)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One update of the weights."""
+
+    # Updates done, this one included.
+    step: int
+    # Of the batch, before the update; nats a character.
+    loss: float
+    # Share of the peak learning rates.
+    lr_factor: float
+    # Norm of the gradient before clipping.
+    grad_norm: float
+    chars_per_s: float
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """One look at the held-out text; the run folder is up to date when it is yielded."""
+
+    step: int
+    # Mean over the batches since the last evaluation; nats a character.
+    train_loss: float
+    val_loss: float
+    # Whether this is the lowest held-out loss so far.
+    best: bool
+    # Seconds spent in updates since the run began, over all its sessions.
+    elapsed_s: float
+
+
+class Trainer:
+    """One training run and its folder.
+
+    Make a new one with `start` and go on with one by `resume`.
+
+    Args:
+        folder: where the run is kept.
+        model: on its device; trained in place.
+        tokenizer, facts: written into the checkpoints.
+        train_ids, val_ids: the two parts of the text, (N,).
+        config: how to train.
+        extra: JSON values of the caller's to keep beside the state (where the text came from, for instance).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: GPT,
+        tokenizer: CharTokenizer,
+        facts: Facts,
+        train_ids: Ids,
+        val_ids: Ids,
+        config: TrainConfig,
+        extra: dict[str, Any],
+    ) -> None:
+        self.folder = folder
+        self.model = model
+        self.tokenizer = tokenizer
+        self.facts = facts
+        self.config = config
+        self._train_ids = train_ids
+        self._val_ids = val_ids
+        self._extra = extra
+        self._optimizer = Optimizer(model, config)
+        # Updates done.
+        self.step = 0
+        self.best_loss: float | None = None
+        self.best_step: int | None = None
+        self._evaluated_step: int | None = None
+        # Seconds spent in updates, over all sessions of the run.
+        self.elapsed_s = 0.0
+        # Of the batches since the last evaluation.
+        self._losses: list[float] = []
+
+    @classmethod
+    def start(
+        cls,
+        folder: Path,
+        model_config: GPTConfig,
+        tokenizer: CharTokenizer,
+        facts: Facts,
+        train_ids: Ids,
+        val_ids: Ids,
+        config: TrainConfig,
+        *,
+        device: torch.device | str = "cpu",
+        extra: dict[str, Any] | None = None,
+    ) -> Trainer:
+        """A new run, which is on disk, ready to be resumed, when this returns. What the folder held is replaced.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        model = GPT(model_config, torch.Generator().manual_seed(_derived_seed(config.seed, _INIT, 0))).to(device)
+        trainer = cls(folder, model, tokenizer, facts, train_ids, val_ids, config, extra or {})
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot make the run folder {folder}: {error.strerror or error}") from None
+        trainer.save()
+        trainer._tidy_folder()
+        return trainer
+
+    @classmethod
+    def resume(
+        cls,
+        folder: Path,
+        checkpoint: Checkpoint,
+        train_ids: Ids,
+        val_ids: Ids,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> Trainer:
+        """Goes on with a run from its last checkpoint, loaded with its state.
+
+        Raises:
+            CheckpointError: the checkpoint has no training state, or a damaged one.
+        """
+        if checkpoint.state is None:
+            raise CheckpointError(f"{checkpoint.path} holds a model but no training state to resume from")
+        values = checkpoint.state.values
+        try:
+            config = settings_from_json(TrainConfig, values["config"])
+            trainer = cls(
+                folder,
+                checkpoint.model.to(device).train(),
+                checkpoint.tokenizer,
+                checkpoint.facts,
+                train_ids,
+                val_ids,
+                config,
+                values["extra"],
+            )
+            trainer.step = int(values["step"])
+            trainer.best_loss, trainer.best_step = values["best_loss"], values["best_step"]
+            trainer._evaluated_step = values["evaluated_step"]
+            trainer.elapsed_s = float(values["elapsed_s"])
+            trainer._losses = [float(loss) for loss in values["losses"]]
+            trainer._optimizer.load_state_tensors(checkpoint.state.tensors)
+        except (KeyError, TypeError, ValueError, ConfigError) as error:
+            raise CheckpointError(f"the training state in {checkpoint.path} is damaged: {error}") from None
+        trainer._tidy_folder()
+        return trainer
+
+    @property
+    def held_out(self) -> str:
+        """How the held-out part is used, in words."""
+        share = min(1.0, self.config.eval_chars / len(self._val_ids)) if self.config.eval_chars else 1.0
+        read = "all" if share == 1 else f"{share:.0%}"
+        return f"the last {len(self._val_ids):,} are held out, {read} of them read at each evaluation"
+
+    def steps(self) -> Iterator[StepReport | EvalReport]:
+        """Trains to the end: a report after every update, and one after every evaluation.
+
+        Evaluates and saves every ``eval_every`` steps and after the last one. Between two reports the caller may stop
+        and call `save`; a run that is resumed from there ends in the same bits.
+
+        Raises:
+            TrainingError: a loss or gradient is not finite. The weights were not touched by it.
+            CheckpointError: a file cannot be written.
+        """
+        while True:
+            # Asked before the next update, not after the last one: a run may have been saved between the two.
+            due = self.step == self.config.steps or (self.step > 0 and self.step % self.config.eval_every == 0)
+            if due and self._evaluated_step != self.step:
+                yield self._evaluate()
+            if self.step == self.config.steps:
+                return
+            yield self._update()
+
+    def save(self) -> None:
+        """Writes the model and all that resuming needs to the run folder, in one step.
+
+        Raises:
+            CheckpointError: it cannot be written; what was saved before is intact.
+        """
+        values = {
+            "config": settings_to_json(self.config),
+            "step": self.step,
+            "best_loss": self.best_loss,
+            "best_step": self.best_step,
+            "evaluated_step": self._evaluated_step,
+            "elapsed_s": self.elapsed_s,
+            "losses": self._losses,
+            "extra": self._extra,
+        }
+        state = TrainingState(values, self._optimizer.state_tensors())
+        save_checkpoint(self.folder / LAST, self.model, self.tokenizer, self._facts_now(), state)
+
+    def _update(self) -> StepReport:
+        started = time.perf_counter()
+        config, device = self.config, self.model.lm_head.weight.device
+        generator = torch.Generator().manual_seed(_derived_seed(config.seed, _BATCH, self.step))
+        x, y = batch(self._train_ids, self.model.config.block_size, config.batch_size, generator)
+        # Dropout can only draw from torch's global generators; they are put back as they were.
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(_derived_seed(config.seed, _DROPOUT, self.step))
+            loss = cross_entropy(self.model(x.to(device)), y.to(device))
+        loss_value = loss.item()
+        self._require_finite("loss", loss_value)
+        loss.backward()  # type: ignore[no-untyped-call]
+        grad_norm = self._optimizer.clip_gradients()
+        self._require_finite("gradient norm", grad_norm)
+        self._optimizer.step(self.step)
+
+        factor = learning_rate_factor(self.step, config)
+        self.step += 1
+        self._losses.append(loss_value)
+        elapsed_s = time.perf_counter() - started
+        self.elapsed_s += elapsed_s
+        if self.step % LOG_EVERY == 0:
+            recent = self._losses[-LOG_EVERY:]
+            self._log(step=self.step, train_loss=sum(recent) / len(recent), lr_factor=factor, elapsed_s=self.elapsed_s)
+        return StepReport(self.step, loss_value, factor, grad_norm, x.numel() / elapsed_s)
+
+    def _evaluate(self) -> EvalReport:
+        val_loss = window_loss(self.model, self._val_ids, self.config.eval_chars)
+        train_loss = sum(self._losses) / len(self._losses)
+        best = self.best_loss is None or val_loss < self.best_loss
+        self.facts = replace(self.facts, train_loss=train_loss, val_loss=val_loss)
+        self._log(step=self.step, train_loss=train_loss, val_loss=val_loss, best=best, elapsed_s=self.elapsed_s)
+        # In this order a kill in between leaves a last checkpoint that is older than the best one, and resuming from
+        # it comes to the same best again.
+        if best:
+            self.best_loss, self.best_step = val_loss, self.step
+            save_checkpoint(self.folder / BEST, self.model, self.tokenizer, self._facts_now())
+        self._losses = []
+        self._evaluated_step = self.step
+        self.save()
+        return EvalReport(self.step, train_loss, val_loss, best, self.elapsed_s)
+
+    def _require_finite(self, what: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise TrainingError(
+                f"the {what} of step {self.step + 1} is {value}, so the weights were left as they are: resume from"
+                f" {self.folder} or train again with lower --muon-lr and --adamw-lr, or a longer --warmup-steps"
+            )
+
+    def _facts_now(self) -> Facts:
+        return replace(self.facts, steps=self.step, elapsed_s=round(self.elapsed_s, 3))
+
+    def _log(self, **values: Any) -> None:
+        try:
+            with (self.folder / LOG).open("a", encoding="utf-8") as log:
+                log.write(json.dumps(values) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.folder / LOG}: {error.strerror or error}") from None
+
+    def _tidy_folder(self) -> None:
+        """Removes what is not of this run, up to this step: a best model and log lines of a run that was replaced,
+        and log lines that were written after the last save by a run that was killed."""
+        if self.best_loss is None:
+            (self.folder / BEST).unlink(missing_ok=True)
+        log = self.folder / LOG
+        if not log.is_file():
+            return
+        if self.step == 0:
+            log.unlink()
+            return
+        lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if _logged_step(line) <= self.step]
+        if kept != lines:
+            partial = log.with_name(f".{log.name}.partial")
+            partial.write_text("".join(kept), encoding="utf-8")
+            partial.replace(log)
+
+
+def _logged_step(line: str) -> float:
+    """The step that a line of the log tells of; infinity for a line that was cut short."""
+    try:
+        return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _derived_seed(seed: int, stream: int, step: int) -> int:
+    return int(np.random.SeedSequence((seed, stream, step)).generate_state(1, np.uint64)[0] >> np.uint64(1))
