@@ -7,9 +7,8 @@ training state have the prefix ``state/``. No pickle anywhere.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from minigpt.atomic import replacing
 from minigpt.config import GPTConfig, settings_from_json, settings_to_json
 from minigpt.errors import CheckpointError, ConfigError
 from minigpt.model import GPT
@@ -27,6 +27,15 @@ from minigpt.tokenizer import CharTokenizer
 
 FORMAT_VERSION = 1
 STATE_PREFIX = "state/"
+
+# What JSON may hold for the annotations of `Facts`.
+_KINDS: Mapping[Any, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (float, int),
+    "str | None": (str, type(None)),
+    "float | None": (float, int, type(None)),
+}
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,14 @@ def save_checkpoint(
     if state is not None:
         tensors |= {STATE_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
         metadata["state"] = json.dumps(state.values)
-    _write_atomically(path, save(tensors, metadata))
+    content = save(tensors, metadata)
+    try:
+        with replacing(path) as file:
+            file.write(content)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror or error}; what was saved there before is intact"
+        ) from None
 
 
 def load(path: Path | str, device: torch.device | str = "cpu", *, with_state: bool = False) -> Checkpoint:
@@ -108,15 +124,20 @@ def load(path: Path | str, device: torch.device | str = "cpu", *, with_state: bo
         CheckpointError: there is no such file, or it is not a whole minigpt checkpoint of this format.
     """
     path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint file {path}")
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CheckpointError(f"{path} is not a checkpoint file: give a run name, a run folder or a file")
+    except (OSError, ValueError) as error:
+        # A ValueError is a name with a NUL byte in it.
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"there is no checkpoint file {path} ({why})") from None
     try:
         with safe_open(path, framework="pt") as file:
             return _read(path, file, device, with_state)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}): train again or use another") from None
-    except (KeyError, ValueError, ConfigError) as error:
-        # A KeyError's text is the bare key, a missing part of the metadata.
+    except (KeyError, ValueError, ConfigError, RecursionError) as error:
+        # A KeyError's text is the bare key, a missing part of the metadata. A RecursionError is JSON nested too deep.
         what = f"its metadata lacks {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{path} is a damaged checkpoint: {what}") from None
 
@@ -139,14 +160,19 @@ def _read(path: Path, file: Any, device: torch.device | str, with_state: bool) -
 
     names = set(file.keys())
     model_names = {name for name in names if not name.startswith(STATE_PREFIX)}
+    found = {name: tuple(file.get_slice(name).get_shape()) for name in model_names}
     # Compared before a model is built: a damaged config must not ask for all the memory there is.
     n_layer = len({name.split(".")[1] for name in model_names if name.startswith("blocks.")})
     if n_layer != config.n_layer:
         raise CheckpointError(f"{path} holds {n_layer} layers for n_layer={config.n_layer}")
+    if found.get("wte.weight") != (config.vocab_size, config.n_embd):
+        raise CheckpointError(
+            f"{path} does not fit its config: wte.weight is {found.get('wte.weight', 'missing')}, expected"
+            f" {(config.vocab_size, config.n_embd)}"
+        )
     with torch.device("meta"):
         model = GPT(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: tuple(file.get_slice(name).get_shape()) for name in model_names}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             raise CheckpointError(
@@ -154,7 +180,13 @@ def _read(path: Path, file: Any, device: torch.device | str, with_state: bool) -
                 f" expected {expected.get(name, 'nothing of that name')}"
             )
     # A copy, since a mapped file may be replaced or removed while the model lives.
-    weights = {name: file.get_tensor(name).to(device, copy=True) for name in model_names}
+    weights = {name: file.get_tensor(name).to(device, copy=True) for name in sorted(model_names)}
+    dtype = weights["wte.weight"].dtype
+    for name, weight in weights.items():
+        if weight.dtype != dtype or dtype not in (torch.float32, torch.float64):
+            raise CheckpointError(f"{path} holds {name} as {weight.dtype}, not all weights as float32")
+        if not weight.isfinite().all():
+            raise CheckpointError(f"{path} holds numbers in {name} that are not finite: resume or train from another")
     model.load_state_dict(weights, strict=True, assign=True)
 
     state = None
@@ -176,39 +208,12 @@ def _json_object(text: str, kind: type, name: str) -> Any:
 
 
 def _facts_from_json(values: dict[str, Any]) -> Facts:
-    known = {fact.name for fact in fields(Facts)}
+    kinds = {fact.name: _KINDS[fact.type] for fact in fields(Facts)}
+    known = {name: value for name, value in values.items() if name in kinds}
+    for name, value in known.items():
+        if not isinstance(value, kinds[name]) or isinstance(value, bool):
+            raise ValueError(f"its facts say {name}={value!r}, which is no {kinds[name][0].__name__}")
     try:
-        return Facts(**{name: value for name, value in values.items() if name in known})
+        return Facts(**known)
     except TypeError as error:
         raise ValueError(f"its facts are incomplete: {error}") from None
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync_folder(path.parent)
-    except BaseException as error:
-        # Also when it is interrupted, nothing half-written stays.
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise CheckpointError(
-                f"cannot write {path}: {error.strerror or error}; what was saved there before is intact"
-            ) from None
-        raise
-
-
-def _sync_folder(folder: Path) -> None:
-    # Makes the new name itself survive a power cut. Windows cannot open folders and does not need it.
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

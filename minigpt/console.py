@@ -13,10 +13,17 @@ from typing import Any
 
 from tqdm import tqdm
 
+Note = Callable[[str], None]
+
 
 def note(text: str) -> None:
     """One message to the person, on stderr, above a progress bar if there is one."""
     tqdm.write(text, file=sys.stderr)
+
+
+def notes(quiet: bool) -> Note:
+    """`note`, or with --quiet a function that says nothing."""
+    return _silent if quiet else note
 
 
 def write(text: str) -> None:
@@ -53,15 +60,21 @@ def write_table(headers: Sequence[str], rows: Sequence[Sequence[str]], title: st
         write("  ".join(cells).rstrip() + "\n")
 
 
-def bytes_bar(description: str) -> Callable[[int, int | None], None]:
-    """A progress callback (done, total) in bytes that draws a bar on a terminal and nothing elsewhere."""
+def bytes_bar(description: str, *, hidden: bool = False) -> Callable[[int, int | None], None]:
+    """A progress callback (done, total) in bytes that draws a bar on a terminal, unless hidden."""
     bar: tqdm[Any] | None = None
 
     def progress(done: int, total: int | None) -> None:
         nonlocal bar
         if bar is None:
             bar = tqdm(
-                total=total, unit="B", unit_scale=True, desc=description, disable=None, file=sys.stderr, leave=False
+                total=total,
+                unit="B",
+                unit_scale=True,
+                desc=description,
+                disable=hidden or None,
+                file=sys.stderr,
+                leave=False,
             )
         bar.update(done - bar.n)
         if done == total:
@@ -86,6 +99,5 @@ def steps_bar(total: int, initial: int, unit: str, *, hidden: bool = False) -> I
         yield bar
 
 
-def thousands(number: float) -> str:
-    """A whole number with commas: 1234567 as 1,234,567."""
-    return f"{round(number):,}"
+def _silent(_: str) -> None:
+    pass

@@ -1,23 +1,21 @@
-"""Files that must arrive whole: a download kept for the next time, its digest, and writing in one step.
+"""The file behind an address: downloaded whole, checked by its digest, and kept for the next time.
 
-Owns the network and the way to the disk; what the bytes mean is left to `corpus`.
+Owns the network; which addresses there are and what the bytes mean is left to `sources`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import http.client
-import os
 import re
-import secrets
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from minigpt.atomic import replacing
 from minigpt.errors import CorpusError
 
 # (bytes received so far, bytes to come in all or None when the server does not say)
@@ -46,20 +44,12 @@ def fetch(url: str, folder: Path, *, sha256: str | None = None, progress: Progre
     target = folder / kept_name(url)
     if target.is_file():
         if sha256 is not None:
-            try:
-                with target.open("rb") as kept:
-                    found = file_digest(kept)
-            except OSError as error:
-                raise CorpusError(f"cannot read {str(target)!r}: {reason(error)}") from None
-            if found != sha256.lower():
-                raise CorpusError(
-                    f"{str(target)!r}, kept from {url}, has sha256 {found}, not {sha256.lower()}: check the digest,"
-                    " or delete the file to download it again"
-                )
+            _check_kept(target, url, sha256.lower())
         return target
     with _connect(url) as response:
         try:
-            with replacing(target) as file:
+            folder.mkdir(parents=True, exist_ok=True)
+            with replacing(target, shared=True) as file:
                 found = _receive(url, response, file, progress)
                 if sha256 is not None and found != sha256.lower():
                     raise CorpusError(
@@ -87,42 +77,27 @@ def kept_name(url: str) -> str:
     return f"{name.stem}-{mark}{name.suffix}"
 
 
-@contextmanager
-def replacing(target: Path) -> Iterator[IO[bytes]]:
-    """A file to write to that takes the target's place in one step when the block ends well.
-
-    Otherwise, whatever the exception, it is deleted and the target is as before. Missing folders are made.
-
-    Raises:
-        OSError: making the folders, writing or replacing failed.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Not tempfile: its files are private to the user, and would stay so.
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    try:
-        with partial.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def file_digest(file: IO[bytes]) -> str:
-    """The sha256 of the rest of a file, as 64 lower-case hexadecimal digits."""
-    digest = hashlib.sha256()
-    while data := file.read(1 << 20):
-        digest.update(data)
-    return digest.hexdigest()
-
-
 def reason(error: Exception) -> str:
     """Why something failed, on one line and without error numbers."""
     inner = error.reason if isinstance(error, urllib.error.URLError) else error
     words = inner.strerror if isinstance(inner, OSError) and inner.strerror else str(inner)
     return " ".join(str(words).split()) or type(error).__name__
+
+
+def _check_kept(kept: Path, url: str, sha256: str) -> None:
+    """Raises a CorpusError when a kept file does not have the digest."""
+    digest = hashlib.sha256()
+    try:
+        with kept.open("rb") as file:
+            while data := file.read(BLOCK_BYTES):
+                digest.update(data)
+    except OSError as error:
+        raise CorpusError(f"cannot read {str(kept)!r}: {reason(error)}") from None
+    if digest.hexdigest() != sha256:
+        raise CorpusError(
+            f"{str(kept)!r}, kept from {url}, has sha256 {digest.hexdigest()}, not {sha256}: check the digest, or"
+            " delete the file to download it again"
+        )
 
 
 def _split(url: str) -> urllib.parse.SplitResult:

@@ -6,7 +6,6 @@ Nothing here samples or learns.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -14,14 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from minigpt.model import GPT
+from minigpt.corpus import Ids
+from minigpt.model import GPT, evaluating
 
 # Characters computed in one call: enough to keep the processor busy, few enough for a laptop's memory.
 CHARS_PER_CALL = 8192
 # Positions of one stream read in one call.
 STREAM_CHUNK = 512
-
-Ids = NDArray[np.unsignedinteger]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -49,8 +47,8 @@ def window_loss(model: GPT, ids: Ids, max_chars: int = 0) -> float:
     if max_chars and len(starts) > (wanted := max(1, max_chars // T)):
         starts = starts[np.arange(wanted) * len(starts) // wanted]
     total = 0.0
-    with _evaluating(model):
-        for batch in np.array_split(starts, -(-len(starts) * T // CHARS_PER_CALL)):
+    with evaluating(model):
+        for batch in np.array_split(starts, min(len(starts), -(-len(starts) * T // CHARS_PER_CALL))):
             windows = torch.from_numpy(ids[batch[:, None] + np.arange(T + 1)].astype(np.int64))
             windows = windows.to(model.lm_head.weight.device)
             total += cross_entropy(model(windows[:, :-1]), windows[:, 1:]).item() * len(batch)
@@ -68,11 +66,11 @@ def stream_losses(model: GPT, ids: Ids) -> Iterator[NDArray[np.float32]]:
     """
     kv_cache = model.new_cache()
     device = model.lm_head.weight.device
-    with _evaluating(model):
-        for start in range(0, len(ids) - 1, STREAM_CHUNK):
-            chunk = torch.from_numpy(ids[start : start + STREAM_CHUNK + 1].astype(np.int64)).to(device)
+    for start in range(0, len(ids) - 1, STREAM_CHUNK):
+        chunk = torch.from_numpy(ids[start : start + STREAM_CHUNK + 1].astype(np.int64)).to(device)
+        with evaluating(model):
             logits = model(chunk[None, :-1], kv_cache)[0]
-            yield functional.cross_entropy(logits, chunk[1:], reduction="none").float().cpu().numpy()
+        yield functional.cross_entropy(logits, chunk[1:], reduction="none").float().cpu().numpy()
 
 
 @torch.inference_mode()
@@ -100,7 +98,7 @@ def loss_by_position(model: GPT, ids: Ids, length: int, max_streams: int = 32) -
     kv_cache = model.new_cache(len(starts))
     losses = np.empty(length)
     chunk = max(1, CHARS_PER_CALL // len(starts))
-    with _evaluating(model):
+    with evaluating(model):
         for start in range(0, length, chunk):
             x = streams[:, start : min(start + chunk, length)]
             y = streams[:, start + 1 : start + 1 + x.shape[1]]
@@ -108,13 +106,3 @@ def loss_by_position(model: GPT, ids: Ids, length: int, max_streams: int = 32) -
             loss = functional.cross_entropy(logits.transpose(1, 2), y, reduction="none")  # (B, T)
             losses[start : start + x.shape[1]] = loss.double().mean(dim=0).cpu().numpy()
     return losses
-
-
-@contextmanager
-def _evaluating(model: GPT) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

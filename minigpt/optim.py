@@ -143,12 +143,13 @@ class Optimizer:
             ValueError: a tensor is missing, unknown, or of another shape.
         """
         left = dict(tensors)
+        stepped = any(name.endswith("/step") for name in left)
         for param, momentum in self._muon.momentum.items():
             momentum.copy_(_take(left, f"{self._names[param]}/momentum", momentum.shape))
         for param in self._adamw.param_groups[0]["params"]:
             name = self._names[param]
             # Before the first step AdamW has no state at all.
-            if f"{name}/step" in left:
+            if stepped:
                 self._adamw.state[param] = {
                     "step": _take(left, f"{name}/step", torch.Size()).clone(),
                     "exp_avg": _take(left, f"{name}/exp_avg", param.shape).to(param.device, copy=True),

@@ -31,7 +31,7 @@ def run_folder(name: str) -> Path:
 
 def is_run(folder: Path) -> bool:
     """Whether the folder holds a checkpoint."""
-    return (folder / LAST).is_file() or (folder / BEST).is_file()
+    return _is_file(folder / LAST) or _is_file(folder / BEST)
 
 
 def runs() -> list[str]:
@@ -63,7 +63,7 @@ def find_checkpoint(name: str | None = None) -> Path:
         if not (names := runs()):
             raise CheckpointError(f"there are no runs in {CHECKPOINTS.resolve()}: train one with 'minigpt train'")
         name = names[0]
-    elif Path(name).is_file():
+    elif _is_file(Path(name)):
         return Path(name)
     for folder in (run_folder(name), Path(name)):
         if is_run(folder):
@@ -78,9 +78,17 @@ def find_run(name: str) -> Path:
         CheckpointError: there is none; the message lists the runs there are.
     """
     for folder in (run_folder(name), Path(name)):
-        if (folder / LAST).is_file():
+        if _is_file(folder / LAST):
             return folder
     raise CheckpointError(f"there is no run {name!r} to resume: {_known_runs()}")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        # A name too long, or with a NUL byte in it, is no file's.
+        return False
 
 
 def _known_runs() -> str:

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from minigpt.atomic import replacing
 from minigpt.checkpoint import Checkpoint, Facts, TrainingState, save_checkpoint
 from minigpt.config import GPTConfig, TrainConfig, settings_from_json, settings_to_json
-from minigpt.corpus import batch
+from minigpt.corpus import Ids, batch
 from minigpt.errors import CheckpointError, ConfigError, TrainingError
-from minigpt.evaluation import Ids, cross_entropy, window_loss
+from minigpt.evaluation import cross_entropy, window_loss
 from minigpt.model import GPT
 from minigpt.optim import Optimizer, learning_rate_factor
 from minigpt.runs import BEST, LAST, LOG
@@ -126,7 +127,10 @@ class Trainer:
         Raises:
             CheckpointError: the folder cannot be written.
         """
-        model = GPT(model_config, torch.Generator().manual_seed(_derived_seed(config.seed, _INIT, 0))).to(device)
+        generator = torch.Generator().manual_seed(_derived_seed(config.seed, _INIT, 0))
+        # Torch's layers draw from its global generator before our values replace theirs.
+        with torch.random.fork_rng(devices=[]):
+            model = GPT(model_config, generator).to(device)
         trainer = cls(folder, model, tokenizer, facts, train_ids, val_ids, config, extra or {})
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -164,13 +168,20 @@ class Trainer:
                 train_ids,
                 val_ids,
                 config,
-                values["extra"],
+                dict(values["extra"]),
             )
-            trainer.step = int(values["step"])
-            trainer.best_loss, trainer.best_step = values["best_loss"], values["best_step"]
-            trainer._evaluated_step = values["evaluated_step"]
+            trainer.step = _step(values["step"], config.steps)
+            if values["best_loss"] is not None:
+                trainer.best_loss, trainer.best_step = (
+                    float(values["best_loss"]),
+                    _step(values["best_step"], trainer.step),
+                )
+            if values["evaluated_step"] is not None:
+                trainer._evaluated_step = _step(values["evaluated_step"], trainer.step)
             trainer.elapsed_s = float(values["elapsed_s"])
             trainer._losses = [float(loss) for loss in values["losses"]]
+            if len(trainer._losses) != trainer.step - (trainer._evaluated_step or 0):
+                raise ValueError(f"it has {len(trainer._losses)} losses")
             trainer._optimizer.load_state_tensors(checkpoint.state.tensors)
         except (KeyError, TypeError, ValueError, ConfigError) as error:
             raise CheckpointError(f"the training state in {checkpoint.path} is damaged: {error}") from None
@@ -250,6 +261,7 @@ class Trainer:
 
     def _evaluate(self) -> EvalReport:
         val_loss = window_loss(self.model, self._val_ids, self.config.eval_chars)
+        self._require_finite("held-out loss", val_loss)
         train_loss = sum(self._losses) / len(self._losses)
         best = self.best_loss is None or val_loss < self.best_loss
         self.facts = replace(self.facts, train_loss=train_loss, val_loss=val_loss)
@@ -267,8 +279,8 @@ class Trainer:
     def _require_finite(self, what: str, value: float) -> None:
         if not math.isfinite(value):
             raise TrainingError(
-                f"the {what} of step {self.step + 1} is {value}, so the weights were left as they are: resume from"
-                f" {self.folder} or train again with lower --muon-lr and --adamw-lr, or a longer --warmup-steps"
+                f"the {what} after {self.step:,} steps is {value}, so nothing was updated or saved with it: resume"
+                f" {self.folder}, or train again with lower --muon-lr and --adamw-lr or a longer --warmup-steps"
             )
 
     def _facts_now(self) -> Facts:
@@ -292,12 +304,18 @@ class Trainer:
         if self.step == 0:
             log.unlink()
             return
-        lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if _logged_step(line) <= self.step]
+        lines = log.read_bytes().decode("utf-8", "replace").splitlines(keepends=True)
+        evaluated = self._evaluated_step or 0
+        kept = [line for line in lines if _logged_step(line) <= (evaluated if "val_loss" in line else self.step)]
         if kept != lines:
-            partial = log.with_name(f".{log.name}.partial")
-            partial.write_text("".join(kept), encoding="utf-8")
-            partial.replace(log)
+            with replacing(log) as file:
+                file.write("".join(kept).encode())
+
+
+def _step(value: Any, most: int) -> int:
+    if not isinstance(value, int) or not 0 <= value <= most:
+        raise ValueError(f"step {value!r} is not one of {most}")
+    return value
 
 
 def _logged_step(line: str) -> float:

@@ -28,7 +28,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except MinigptError as error:
-            print(f"minigpt: {error}", file=sys.stderr)
+            typer.echo(f"minigpt: {error}", err=True)
             raise typer.Exit(1) from None
 
 

@@ -12,8 +12,7 @@ from minigpt.cli.options import CheckpointOption, DeviceOption, EncodingOption, 
 
 if TYPE_CHECKING:
     from minigpt.checkpoint import Checkpoint
-    from minigpt.corpus import Corpus
-    from minigpt.evaluation import Ids
+    from minigpt.corpus import Corpus, Ids
 
 # How far the table of positions reaches, in block sizes.
 BLOCKS = 10
@@ -23,7 +22,7 @@ def evaluate(
     corpus: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CORPUS]...",
+            metavar="CORPUS",
             help="Files, folders of *.txt, '-' for standard input, a URL, or 'shakespeare'. Default: the bundled text.",
             show_default=False,
         ),
@@ -122,8 +121,8 @@ def _show(name: str, result: dict[str, Any], unknown: dict[str, int]) -> None:
         most = sorted(unknown.items(), key=lambda item: -item[1])[:8]
         listed = ", ".join(f"{char!r} {n:,}" for char, n in most)
         console.write(
-            f"left out, since the model has never seen them: {sum(unknown.values()):,} characters of {len(unknown)} kinds"
-            f" ({listed}{', ...' if len(unknown) > 8 else ''})\n"
+            f"left out, since the model has never seen them: {sum(unknown.values()):,} characters of {len(unknown)}"
+            f" kinds ({listed}{', ...' if len(unknown) > 8 else ''})\n"
         )
     console.write("\n")
     console.write_table(

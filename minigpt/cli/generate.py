@@ -79,7 +79,7 @@ def generate(
     from minigpt.runs import find_checkpoint
     from minigpt.sampling import Sampling
 
-    note = (lambda _: None) if quiet else console.note
+    note = console.notes(quiet)
     sampling = Sampling(temperature, top_k, top_p, min_p)
     set_threads(threads)
     path = find_checkpoint(checkpoint)
@@ -200,7 +200,7 @@ def _prompt_text(stdin: str | None, prompt: str | None, prompt_file: str | None,
     if file is None:
         return prompt or ""
     from minigpt import console
-    from minigpt.corpus import read_text
+    from minigpt.sources import read_text
 
     if file == STDIN and sys.stdin.isatty():
         console.note("reading the prompt from the terminal; end it with Ctrl-D")

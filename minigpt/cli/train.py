@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minigpt.cli.options import DeviceOption, EncodingOption
+from minigpt.cli.options import DeviceOption
 from minigpt.config import DEFAULT_PRESET, PRESETS, GPTConfig, TrainConfig, find_preset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import FrameType
 
+    from minigpt.console import Note
     from minigpt.corpus import Corpus
     from minigpt.trainer import EvalReport, Trainer
 
@@ -34,12 +36,14 @@ def train(
     corpus: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CORPUS]...",
+            metavar="CORPUS",
             help="Files, folders of *.txt, '-' for standard input, a URL, or 'shakespeare'. Default: the bundled text.",
             show_default=False,
         ),
     ] = None,
-    encoding: EncodingOption = "utf-8",
+    encoding: Annotated[
+        str | None, typer.Option("--encoding", help="Encoding of the text. Default: utf-8.", show_default=False)
+    ] = None,
     sha256: Annotated[
         str | None,
         typer.Option("--sha256", help="Refuse a downloaded text with another digest than this."),
@@ -89,17 +93,21 @@ def train(
     model_fields = {name: given[name] for name in GPTConfig.__dataclass_fields__ if name in given}
     train_fields = {name: given[name] for name in TrainConfig.__dataclass_fields__ if name in given}
     if resume is not None:
-        own = [*model_fields, *train_fields, *(name for name in ("preset", "out", "sha256") if name in given)]
+        own = [
+            *model_fields,
+            *train_fields,
+            *(name for name in ("preset", "out", "sha256", "encoding") if name in given),
+        ]
         if force:
             own.append("force")
         if own:
             option = "--" + own[0].replace("_", "-")
             raise typer.BadParameter(f"a run goes on with its own settings: leave out {option}", param_hint="--resume")
-        trainer = _resume(resume, corpus or [], device, threads)
+        trainer = _resume(resume, corpus or [], device, threads, quiet)
     else:
         trainer = _start(
             corpus or [],
-            encoding,
+            encoding or "utf-8",
             sha256,
             out,
             force,
@@ -108,6 +116,7 @@ def train(
             train_fields,
             device,
             threads,
+            quiet,
         )
     _run(trainer, quiet)
 
@@ -123,6 +132,7 @@ def _start(
     train_fields: dict[str, Any],
     device: str,
     threads: int | None,
+    quiet: bool,
 ) -> Trainer:
     # Everything that can be wrong without reading the text is said before it is read.
     preset = find_preset(preset_name)
@@ -145,7 +155,7 @@ def _start(
             f"there is a run in {run_folder(out)} already: go on with it by --resume {out}, replace it with --force, or"
             " choose another --out"
         )
-    text = _load(sources, encoding, sha256)
+    text = _load(sources, encoding, sha256, quiet)
     train_ids, val_ids = text.split(config.val_fraction, shape["block_size"])
     model_config = GPTConfig(vocab_size=len(text.tokenizer), **shape)
     name = out or free_name(f"{_slug(text.name)}-{preset_name}")
@@ -171,7 +181,7 @@ def _start(
     )
 
 
-def _resume(name: str, sources: list[str], device: str, threads: int | None) -> Trainer:
+def _resume(name: str, sources: list[str], device: str, threads: int | None, quiet: bool) -> Trainer:
     from minigpt.checkpoint import load
     from minigpt.device import choose_device, set_threads
     from minigpt.errors import CheckpointError, CorpusError
@@ -186,7 +196,7 @@ def _resume(name: str, sources: list[str], device: str, threads: int | None) -> 
     # The same device and number of threads, unless told otherwise: with others, sums are rounded otherwise.
     chosen_device = choose_device(extra["device"] if device == "auto" else device)
     extra |= {"device": str(chosen_device), "threads": set_threads(threads or extra["threads"])}
-    text = _load(sources or extra["sources"], extra["encoding"], None)
+    text = _load(sources or extra["sources"], extra["encoding"], None, quiet)
     facts = checkpoint.facts
     if text.sha256 != facts.corpus_sha256:
         raise CorpusError(
@@ -197,13 +207,15 @@ def _resume(name: str, sources: list[str], device: str, threads: int | None) -> 
     return Trainer.resume(folder, checkpoint, train_ids, val_ids, device=chosen_device)
 
 
-def _load(sources: list[str], encoding: str, sha256: str | None) -> Corpus:
+def _load(sources: list[str], encoding: str, sha256: str | None, quiet: bool) -> Corpus:
     from minigpt import console
     from minigpt.corpus import load_corpus
 
-    text = load_corpus(sources, encoding=encoding, sha256=sha256, progress=console.bytes_bar("downloading"))
+    text = load_corpus(
+        sources, encoding=encoding, sha256=sha256, progress=console.bytes_bar("downloading", hidden=quiet)
+    )
     for sentence in text.notes:
-        console.note(sentence)
+        console.notes(quiet)(sentence)
     return text
 
 
@@ -220,7 +232,7 @@ def _run(trainer: Trainer, quiet: bool) -> None:
     from minigpt import console
     from minigpt.trainer import EvalReport
 
-    note = _silent if quiet else console.note
+    note = console.notes(quiet)
     steps, model = trainer.config.steps, trainer.model
     note(
         f"{trainer.facts.corpus}: {trainer.facts.corpus_chars:,} characters, {model.config.vocab_size} different ones;"
@@ -245,7 +257,8 @@ def _run(trainer: Trainer, quiet: bool) -> None:
             if stop.signal is not None and trainer.step < steps:
                 bar.close()
                 trainer.save()
-                note(f"stopped and saved after step {trainer.step:,}: go on with --resume {trainer.folder.name}")
+                again = f"minigpt train --resume {_quoted(trainer.folder)}"
+                note(f"stopped and saved after step {trainer.step:,}; go on with: {again}")
                 raise typer.Exit(128 + stop.signal)
     note(_summary(trainer))
 
@@ -282,15 +295,23 @@ def _summary(trainer: Trainer) -> str:
             f"the held-out loss rose again after step {trainer.best_step:,}, whose model is kept: more text,"
             " fewer --steps, a smaller model or more --dropout would help"
         )
-    name = trainer.folder.name
-    lines.append(f"saved in {trainer.folder}; write with it: minigpt generate --checkpoint {name}")
+    lines.append(f"saved in {trainer.folder}; write with it: minigpt generate --checkpoint {_quoted(trainer.folder)}")
     return "\n".join(lines)
+
+
+def _quoted(folder: Path) -> str:
+    """The run as it is named on a shell's command line."""
+    from minigpt.runs import CHECKPOINTS
+
+    # A path needs a separator, or it would be the name of a run under checkpoints/.
+    path = str(folder) if len(folder.parts) > 1 else f".{os.sep}{folder}"
+    return shlex.quote(folder.name if folder.parent == CHECKPOINTS else path)
 
 
 class _StopRequest:
     """Turns a first Ctrl-C or SIGTERM into a wish, noted in ``signal``; a second one stops at once."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, note: Note) -> None:
         self.signal: int | None = None
         self._note = note
         self._before: dict[int, Any] = {}
@@ -309,7 +330,3 @@ class _StopRequest:
             raise KeyboardInterrupt
         self.signal = number
         self._note("stopping after this step; once more stops at once")
-
-
-def _silent(_: str) -> None:
-    pass

@@ -1,0 +1,62 @@
+"""What the tests share: small models in float64 whose every weight is random, and ids to feed them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+from minigpt.bench import random_model
+from minigpt.config import GPTConfig
+from minigpt.model import GPT
+
+# The same examples in every run, and no deadline: a slow machine is no failure.
+settings.register_profile("seeded", derandomize=True, deadline=None)
+settings.load_profile("seeded")
+# Matrices this small gain nothing from threads, which wait on each other for long where a machine is busy.
+torch.set_num_threads(1)
+
+
+@cache
+def _model_of(config: GPTConfig) -> GPT:
+    model = random_model(config).double()
+    # The gains of the norms start at one, where a test could not tell one norm from another.
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5, generator=generator)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> GPTConfig:
+    """A shape that reaches all its edges early: window 4, receptive field 10, block 16."""
+    return GPTConfig(vocab_size=7, n_layer=3, n_head=2, n_embd=12, block_size=16, window=4)
+
+
+@pytest.fixture(scope="session")
+def model_of() -> Callable[[GPTConfig], GPT]:
+    """The random float64 model of a shape; one object a shape, so change only copies of it."""
+    return _model_of
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_config: GPTConfig) -> GPT:
+    """The random float64 model of `tiny_config`; change only copies of it."""
+    return _model_of(tiny_config)
+
+
+@pytest.fixture(scope="session")
+def draw_ids() -> Callable[..., Tensor]:
+    """Random ids, (batch, length), below a vocabulary size."""
+
+    def draw(length: int, batch: int = 1, *, seed: int = 0, vocab_size: int = 7) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(vocab_size, (batch, length), generator=generator)
+
+    return draw

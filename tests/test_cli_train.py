@@ -1,0 +1,488 @@
+"""``minigpt train``: what a run leaves behind, what it says, which runs it refuses, and how it goes on with one.
+
+How it ends by a signal is tested in `test_kill`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minigpt import EvalReport, StepReport, Trainer, load
+from minigpt.cli import main
+from minigpt.config import TrainConfig
+from tests.cli_support import LINES, SMALL, TEXT, Outcome, Terminal, place, run, unstyled
+
+# A moment's work on harbour.txt.
+QUICK = ("harbour.txt", *SMALL, "--steps", "4", "--eval-every", "2")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test works in a folder of its own, with one text in it."""
+    monkeypatch.chdir(tmp_path)
+    Path("harbour.txt").write_text(TEXT, encoding="utf-8")
+
+
+def train(*options: str | Path, stdin: str | bytes | None = None) -> Outcome:
+    """Trains, and checks that nothing of it was taken for the product."""
+    done = run("train", *options, stdin=stdin)
+    assert done.stdout == ""
+    return done
+
+
+def log_of(run_folder: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(run_folder) / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def weights_of(run_folder: str | Path, file: str = "best") -> dict[str, torch.Tensor]:
+    return load(Path(run_folder) / f"{file}.safetensors").model.state_dict()
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether two models have the same weights to the last bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, *options: str | Path, stdin: str | None = None) -> None:
+    """Trains, and presses Ctrl-C during that step."""
+    whole = Trainer.steps
+
+    def steps(self: Trainer) -> Iterator[StepReport | EvalReport]:
+        for report in whole(self):
+            if report.step == step and isinstance(report, StepReport):
+                signal.raise_signal(signal.SIGINT)
+            yield report
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "steps", steps)
+        run("train", *options, code=130, stdin=stdin)
+
+
+# What a run leaves behind
+
+
+def test_a_run_folder_holds_two_checkpoints_and_a_log() -> None:
+    train(*QUICK, "--out", "a")
+    assert sorted(path.name for path in Path("checkpoints/a").iterdir()) == [
+        "best.safetensors",
+        "last.safetensors",
+        "train.jsonl",
+    ]
+    assert load("checkpoints/a/last.safetensors", with_state=True).state is not None
+    # The model file is all that one needs to pass on, and no larger than that.
+    assert load("checkpoints/a/best.safetensors", with_state=True).state is None
+    best, last = (Path(f"checkpoints/a/{name}.safetensors").stat().st_size for name in ("best", "last"))
+    assert best < last / 1.5
+
+
+def test_the_log_is_one_json_object_a_line() -> None:
+    train("harbour.txt", *SMALL, "--steps", "25", "--eval-every", "12", "--out", "a")
+    lines = log_of("checkpoints/a")
+    assert all(isinstance(line, dict) for line in lines)
+    assert [line["step"] for line in lines if "val_loss" not in line] == [10, 20]
+    evaluations = [line for line in lines if "val_loss" in line]
+    assert [line["step"] for line in evaluations] == [12, 24, 25]
+    best = min(evaluations, key=lambda line: line["val_loss"])
+    facts = load("checkpoints/a/best.safetensors").facts
+    assert (facts.steps, facts.val_loss) == (best["step"], best["val_loss"])
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_shortest_run_ends_with_a_checkpoint_that_writes(steps: int) -> None:
+    train("harbour.txt", *SMALL, "--steps", str(steps), "--out", "a")
+    assert load("checkpoints/a/best.safetensors").facts.steps == steps
+    assert are_equal(weights_of("checkpoints/a", "best"), weights_of("checkpoints/a", "last"))
+    assert len(run("generate", "-n", "20", "--json").json["texts"][0]) == 20
+
+
+def test_training_learns() -> None:
+    train("harbour.txt", *SMALL, "--steps", "60", "--eval-every", "20", "--out", "a")
+    losses = [line["val_loss"] for line in log_of("checkpoints/a") if "val_loss" in line]
+    # A model that knows nothing but the 47 characters is at log 47 = 3.85.
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 2.6
+
+
+def test_the_same_seed_is_the_same_model_and_another_one_is_not() -> None:
+    for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
+        train(*QUICK, "--seed", seed, "--out", name)
+    assert are_equal(weights_of("checkpoints/a"), weights_of("checkpoints/b"))
+    assert not are_equal(weights_of("checkpoints/a"), weights_of("checkpoints/c"))
+
+
+def test_every_setting_is_an_option() -> None:
+    model = {"n_layer": 3, "n_head": 4, "n_embd": 24, "block_size": 48, "window": 12, "dropout": 0.25}
+    training = {
+        "steps": 3,
+        "batch_size": 5,
+        "muon_lr": 0.011,
+        "adamw_lr": 0.0022,
+        "weight_decay": 0.033,
+        "warmup_steps": 2,
+        "decay_fraction": 0.44,
+        "grad_clip": 0.55,
+        "eval_every": 2,
+        "eval_chars": 50,
+        "val_fraction": 0.2,
+        "seed": 9,
+    }
+    assert training.keys() == TrainConfig.__dataclass_fields__.keys()
+    options = [
+        word for name, value in (model | training).items() for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    train("harbour.txt", *options, "--out", "a")
+    told = run("info", "--checkpoint", "a", "--json").json
+    assert told["config"] == {**model, "vocab_size": len(set(TEXT))}
+    assert told["training"]["val_fraction"] == 0.2
+    state = load("checkpoints/a/last.safetensors", with_state=True).state
+    assert state is not None
+    assert state.values["config"] == training
+
+
+# Which names it takes, and which runs it refuses
+
+
+def test_a_run_that_exists_is_refused_and_left_alone() -> None:
+    train(*QUICK, "--out", "a")
+    before = {path: path.read_bytes() for path in Path("checkpoints/a").iterdir()}
+    error = run("train", *QUICK, "--out", "a", "--seed", "1", code=1).error
+    for word in ("checkpoints/a", "--resume a", "--force", "--out"):
+        assert word in error
+    assert {path: path.read_bytes() for path in Path("checkpoints/a").iterdir()} == before
+
+
+def test_force_replaces_the_run_and_nothing_else_in_its_folder() -> None:
+    train("harbour.txt", *SMALL, "--steps", "12", "--out", "a")
+    Path("checkpoints/a/notes.txt").write_text("mine", encoding="utf-8")
+    old = weights_of("checkpoints/a")
+    train(*QUICK, "--out", "a", "--force", "--seed", "1")
+    assert not are_equal(weights_of("checkpoints/a"), old)
+    assert [line["step"] for line in log_of("checkpoints/a")] == [2, 4]
+    assert Path("checkpoints/a/notes.txt").read_text(encoding="utf-8") == "mine"
+
+
+def test_force_with_something_wrong_leaves_the_run_alone() -> None:
+    train(*QUICK, "--out", "a")
+    before = {path: path.read_bytes() for path in Path("checkpoints/a").iterdir()}
+    for wrong in (("nowhere.txt",), ("--n-embd", "33"), ("--block-size", "100000"), ("--device", "abacus")):
+        run("train", *QUICK, "--out", "a", "--force", *wrong, code=1)
+    assert {path: path.read_bytes() for path in Path("checkpoints/a").iterdir()} == before
+
+
+def test_runs_without_a_name_get_free_ones_from_text_and_preset() -> None:
+    for _ in range(3):
+        train(*QUICK)
+    train(*QUICK, "--preset", "small")
+    Path("Two Words & [more].TXT").write_text(TEXT, encoding="utf-8")
+    train("Two Words & [more].TXT", *QUICK[1:])
+    assert sorted(path.name for path in Path("checkpoints").iterdir()) == [
+        "harbour-small",
+        "harbour-tiny",
+        "harbour-tiny-2",
+        "harbour-tiny-3",
+        "two-words-more-tiny",
+    ]
+
+
+def test_a_name_with_a_separator_is_a_folder_anywhere(tmp_path: Path) -> None:
+    train(*QUICK, "--out", "here/a")
+    train(*QUICK, "--out", tmp_path / "there" / "b")
+    assert not Path("checkpoints").exists()
+    assert are_equal(weights_of("here/a"), weights_of("there/b"))
+
+
+def test_nothing_is_written_before_the_text_was_read() -> None:
+    run("train", "nowhere.txt", *SMALL, "--out", "a", code=1)
+    Path("short.txt").write_text("too short", encoding="utf-8")
+    run("train", "short.txt", *SMALL, "--out", "a", code=1)
+    assert not Path("checkpoints").exists()
+
+
+# Going on
+
+
+def test_a_run_goes_on_from_another_folder_as_if_it_had_never_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ("harbour.txt", *SMALL, "--steps", "8", "--eval-every", "3", "--dropout", "0.1")
+    train(*line, "--out", "whole")
+    stop_after(5, monkeypatch, *line, "--out", "parts")
+    assert load("checkpoints/parts/last.safetensors").facts.steps == 5
+    # The text was given as a relative name.
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    done = train("--resume", "../checkpoints/parts")
+    assert "from 5" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    for file in ("best", "last"):
+        assert are_equal(weights_of("checkpoints/parts", file), weights_of("checkpoints/whole", file))
+    without_times = [
+        [{**line, "elapsed_s": 0} for line in log_of(f"checkpoints/{name}")] for name in ("whole", "parts")
+    ]
+    assert without_times[0] == without_times[1]
+
+
+def test_a_finished_run_says_so_and_stays_as_it_is() -> None:
+    train(*QUICK, "--out", "a")
+    before = weights_of("checkpoints/a", "last"), log_of("checkpoints/a")
+    done = train("--resume", "a")
+    assert "done: 4 steps" in done.stderr
+    assert are_equal(weights_of("checkpoints/a", "last"), before[0])
+    assert log_of("checkpoints/a") == before[1]
+    assert train("--resume", "a", "--quiet").stderr == ""
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--steps=9",
+        "--n-embd=64",
+        "--dropout=0.1",
+        "--muon-lr=0.1",
+        "--seed=0",
+        "--val-fraction=0.1",
+        "--preset=tiny",
+        "--out=b",
+        "--force",
+        f"--sha256={'0' * 64}",
+    ],
+)
+def test_a_run_goes_on_with_its_own_settings_only(option: str) -> None:
+    place("a")
+    before = (Path("checkpoints/a") / "last.safetensors").read_bytes()
+    usage = run("train", "--resume", "a", option, code=2).usage
+    assert option.partition("=")[0] in usage
+    assert (Path("checkpoints/a") / "last.safetensors").read_bytes() == before
+
+
+def test_a_run_goes_on_in_its_own_encoding_only() -> None:
+    place("a")
+    assert "--encoding" in run("train", "--resume", "a", "--encoding", "latin-1", code=2).usage
+
+
+def test_a_run_does_not_go_on_with_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_after(2, monkeypatch, *QUICK, "--out", "a")
+    before = Path("checkpoints/a/last.safetensors").read_bytes()
+    Path("harbour.txt").write_text(TEXT + "More.\n", encoding="utf-8")
+    error = run("train", "--resume", "a", code=1).error
+    assert "harbour.txt" in error
+    assert Path("checkpoints/a/last.safetensors").read_bytes() == before
+    # Where the text has moved to may be said.
+    Path("harbour.txt").unlink()
+    assert "harbour.txt" in run("train", "--resume", "a", code=1).error
+    Path("moved.txt").write_text(TEXT, encoding="utf-8")
+    train("moved.txt", "--resume", "a")
+    assert load("checkpoints/a/last.safetensors").facts.steps == 4
+
+
+def test_an_unknown_run_to_resume_is_told_the_runs_there_are() -> None:
+    place("a")
+    place("b")
+    error = run("train", "--resume", "c", code=1).error
+    assert "'c'" in error
+    assert re.search(r"\ba, b\b|\bb, a\b", error)
+
+
+def test_a_text_from_standard_input_can_be_piped_in_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_after(2, monkeypatch, "-", *QUICK[1:], "--out", "a", stdin=TEXT)
+    assert "stdin" in run("train", "--resume", "a", code=1, stdin="another text\n" * 40).error
+    train("--resume", "a", stdin=TEXT)
+    assert load("checkpoints/a/last.safetensors").facts.steps == 4
+
+
+# Texts
+
+
+def corpus_of(run_name: str) -> tuple[str, int, set[str]]:
+    """What a run says it was trained on: its name, its characters, and which there are."""
+    told = run("info", "--checkpoint", run_name, "--json").json
+    return told["training"]["corpus"], told["training"]["corpus_chars"], set(told["chars"])
+
+
+def test_a_text_may_come_through_a_pipe() -> None:
+    train("-", *QUICK[1:], stdin=TEXT)
+    assert corpus_of("stdin-tiny") == ("stdin", len(TEXT), set(TEXT))
+
+
+def test_a_folder_is_all_its_texts_in_order() -> None:
+    folder = Path("plays")
+    folder.mkdir()
+    for name, letter in (("b.txt", "b"), ("a.txt", "a"), ("c.md", "c")):
+        (folder / name).write_text(f"{letter}\n" * 100, encoding="utf-8")
+    train("plays", *QUICK[1:], "--out", "folder")
+    name, characters, chars = corpus_of("folder")
+    assert characters == 400
+    assert chars == {"a", "b", "\n"}
+    assert name.index("a.txt") < name.index("b.txt")
+    # The same, file by file.
+    train("plays/a.txt", "plays/b.txt", *QUICK[1:], "--out", "files")
+    assert are_equal(weights_of("checkpoints/folder"), weights_of("checkpoints/files"))
+
+
+def test_a_text_may_be_in_another_encoding() -> None:
+    Path("harbour.txt").write_bytes(TEXT.encode("latin-1"))
+    assert "--encoding" in run("train", *QUICK, code=1).error
+    train(*QUICK, "--encoding", "latin-1", "--out", "a")
+    assert corpus_of("a")[1:] == (len(TEXT), set(TEXT))
+
+
+def test_marks_and_line_ends_that_were_changed_are_said_once() -> None:
+    for name in ("one.txt", "two.txt"):
+        Path(name).write_bytes(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode())
+    done = train("one.txt", "two.txt", *QUICK[1:], "--out", "a")
+    assert done.stderr.count("byte-order mark") == 1
+    assert done.stderr.count("CRLF") == 1
+    assert corpus_of("a")[1:] == (2 * len(TEXT), set(TEXT))
+
+
+def test_quiet_says_nothing_of_marks_and_line_ends_either() -> None:
+    Path("harbour.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode())
+    assert train(*QUICK, "--quiet").stderr == ""
+
+
+def test_without_a_text_the_bundled_one_is_learnt() -> None:
+    done = train(*SMALL, "--steps", "1", "--eval-chars", "64")
+    (name,) = [path.name for path in Path("checkpoints").iterdir()]
+    assert "bundled" in done.stderr
+    assert "bundled" in name
+    assert corpus_of(name)[1] > 250_000
+
+
+# What it says
+
+
+def test_in_a_pipe_there_is_a_plain_line_an_evaluation() -> None:
+    done = train(*QUICK, "--out", "a")
+    assert "\r" not in done.stderr
+    assert "\x1b" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("step ")]
+    logged = log_of("checkpoints/a")
+    assert len(lines) == len(logged) == 2
+    for line, values in zip(lines, logged, strict=True):
+        assert line.startswith(f"step {values['step']} of 4")
+        assert f"{values['val_loss']:.4f}" in line
+
+
+def test_what_is_read_and_held_out_is_said_before_the_training() -> None:
+    first = train(*QUICK, "--eval-chars", "130", "--out", "a").stderr.splitlines()[0]
+    held_out = -(-len(TEXT) // 10)
+    for word in ("harbour.txt", f"{len(TEXT):,} characters", f"{len(set(TEXT))} different", f"{held_out} are held out"):
+        assert word in first
+    assert f"{130 / held_out:.0%}" in first
+
+
+def test_the_summary_names_the_loss_and_a_command_that_works_as_printed() -> None:
+    done = train("harbour.txt", *SMALL, "--steps", "30", "--eval-every", "5", "--out", "a")
+    best = min(line["val_loss"] for line in log_of("checkpoints/a") if "val_loss" in line)
+    summary = done.stderr[done.stderr.index("done:") :]
+    assert f"{best:.4f} nats" in summary
+    assert "checkpoints/a" in summary
+    assert written_by(done) == Path("checkpoints/a")
+
+
+@pytest.mark.parametrize("out", ["my run", "deep/in/a", "./a"])
+def test_the_printed_command_works_wherever_the_run_is(out: str) -> None:
+    # One of the same last name, to be mistaken for it.
+    train(*QUICK, "--out", "a")
+    assert (
+        written_by(train(*QUICK, "--out", out, "--seed", "2")).resolve()
+        == (Path(out) if "/" in out else Path("checkpoints") / out).resolve()
+    )
+
+
+def written_by(done: Outcome) -> Path:
+    """Runs the command that a training printed as the next one; returns the folder of the run that wrote."""
+    (command,) = re.findall(r"minigpt (generate .*)", done.stderr)
+    told = run(*shlex.split(command), "--length", "5", "--json").json
+    assert len(told["texts"][0]) == 5
+    return Path(told["checkpoint"]).parent
+
+
+def test_a_model_that_was_better_before_is_said_and_kept() -> None:
+    # What is held out is written the other way round, so the better the rest is learnt the more it surprises.
+    Path("turn.txt").write_text("abcd" * 200 + "dcba" * 22, encoding="utf-8")
+    done = train("turn.txt", *SMALL, "--steps", "40", "--eval-every", "1", "--out", "a")
+    losses = [line["val_loss"] for line in log_of("checkpoints/a") if "val_loss" in line]
+    best = losses.index(min(losses)) + 1
+    assert best < 40
+    assert f"step {best}" in done.stderr[done.stderr.index("done:") :]
+    assert "--dropout" in done.stderr
+    assert load("checkpoints/a/best.safetensors").facts.steps == best
+
+
+def test_a_loss_that_is_not_finite_stops_with_advice_and_a_checkpoint() -> None:
+    error = run(
+        "train", *QUICK, "-q", "--muon-lr", "1e30", "--adamw-lr", "1e30", "--warmup-steps", "0", "--out", "a", code=1
+    )
+    for word in ("1 step", "checkpoints/a", "--muon-lr", "--adamw-lr", "--warmup-steps"):
+        assert word in error.error
+    assert all(weight.isfinite().all() for weight in weights_of("checkpoints/a", "last").values())
+
+
+def test_quiet_says_nothing() -> None:
+    assert train(*QUICK, "--quiet").stderr == ""
+
+
+def test_markup_in_names_is_printed_as_it_is() -> None:
+    Path("[bold]x[red] :smile:.txt").write_text(TEXT, encoding="utf-8")
+    done = train("[bold]x[red] :smile:.txt", *QUICK[1:], "--out", "[red]a")
+    assert "[bold]x[red] :smile:.txt" in done.stderr
+    assert "checkpoints/[red]a" in done.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
+def test_on_a_terminal_there_are_a_bar_and_samples() -> None:
+    line = ("harbour.txt", *SMALL, "--steps", "40", "--eval-every", "20", "--out", "a")
+    terminal = Terminal("train", *line)
+    assert terminal.finish() == 0, terminal.screen
+    # The bar is drawn anew in its place, and gone in the end.
+    assert "\r" in terminal.screen.replace("\r\n", "")
+    shown = unstyled(terminal.screen)
+    assert re.search(r"\d+%\|.*\d+/40 .*loss \d\.\d", shown)
+    assert re.search(r"/40 .*loss \d\.\d+, held-out \d\.\d", shown)
+    assert "%|" not in shown.rpartition("done:")[2]
+    # Each evaluation shows some lines in the model's own words, told from the rest by a mark.
+    for after in ("step 20 of 40", "step 40 of 40"):
+        sample = re.findall(r"^ *\| (.*)", shown.partition(after)[2], re.MULTILINE)
+        assert sample
+        assert set("".join(sample)) <= set(TEXT)
+    # And the model is the one that is learnt when nobody looks.
+    train(*line[:-1], "unseen")
+    assert are_equal(weights_of("checkpoints/a", "last"), weights_of("checkpoints/unseen", "last"))
+
+
+def test_a_quiet_training_shows_nothing_on_a_terminal_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def shown(*options: str) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", Screen())
+            patch.setattr(sys, "argv", ["minigpt", "train", *QUICK, *options])
+            with pytest.raises(SystemExit) as ended:
+                main()
+            assert ended.value.code == 0
+            assert isinstance(sys.stderr, Screen)
+            return sys.stderr.getvalue()
+
+    assert "%|" in shown()
+    assert shown("--quiet") == ""
+
+
+def test_the_text_of_these_tests_is_what_they_say_it_is() -> None:
+    assert len(TEXT) > 2500
+    assert "é" in TEXT
+    assert all(line in TEXT for line in LINES)

@@ -1,0 +1,397 @@
+"""The update: against torch's own optimizers, plain numpy and literal values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minigpt.config import GPTConfig, TrainConfig
+from minigpt.model import GPT
+from minigpt.optim import Muon, Optimizer, learning_rate_factor, orthogonalise
+
+SHAPE = GPTConfig(vocab_size=7, n_layer=2, n_head=2, n_embd=8, block_size=12, window=4)
+
+# Names of the parameters that Muon is for, by what stands behind "blocks.<n>.".
+MATRICES = ("attn.qkv.weight", "attn.proj.weight", "mlp.gate_up.weight", "mlp.down.weight")
+
+
+def random_matrix(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def random_model(seed: int = 0) -> GPT:
+    """A model with weights that are not zero anywhere, unlike those that training starts from."""
+    generator = torch.Generator().manual_seed(seed)
+    model = GPT(SHAPE, generator)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(std=0.5, generator=generator)
+    return model
+
+
+def set_gradients(model: GPT, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        param.grad = torch.empty_like(param).normal_(generator=generator)
+
+
+def weights_of(model: GPT) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def with_singular_values(seed: int, rows: int, columns: int, values: Sequence[float]) -> Tensor:
+    u, _, vh = torch.linalg.svd(random_matrix(seed, rows, columns), full_matrices=False)
+    matrix: Tensor = u @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ vh
+    return matrix
+
+
+# The schedule
+
+
+def factors(**settings: float) -> list[float]:
+    config = TrainConfig(**settings)  # type: ignore[arg-type]
+    return [learning_rate_factor(step, config) for step in range(config.steps)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"steps": 10, "warmup_steps": 4, "decay_fraction": 0.5},
+            [0.25, 0.5, 0.75, 1, 1, 1, 0.8, 0.6, 0.4, 0.2],
+        ),
+        ({"steps": 4, "warmup_steps": 0, "decay_fraction": 0.5}, [1, 1, 1, 0.5]),
+        ({"steps": 4, "warmup_steps": 2, "decay_fraction": 0.0}, [0.5, 1, 1, 1]),
+        ({"steps": 3, "warmup_steps": 0, "decay_fraction": 0.0}, [1, 1, 1]),
+        ({"steps": 4, "warmup_steps": 0, "decay_fraction": 1.0}, [1, 0.75, 0.5, 0.25]),
+        # A warm-up that meets the decay, and one longer than the run.
+        ({"steps": 4, "warmup_steps": 4, "decay_fraction": 1.0}, [0.25, 0.375, 0.375, 0.25]),
+        ({"steps": 2, "warmup_steps": 8, "decay_fraction": 0.0}, [0.125, 0.25]),
+        ({"steps": 1, "warmup_steps": 1, "decay_fraction": 0.5}, [1]),
+    ],
+)
+def test_the_rates_rise_stay_and_fall_as_set(settings: dict[str, float], expected: list[float]) -> None:
+    assert factors(**settings) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_default_rates_peak_between_step_50_and_step_400_of_1000() -> None:
+    values = factors(steps=1000, warmup_steps=50, decay_fraction=0.6)
+    assert values[0] == pytest.approx(0.02)
+    assert values[48] == pytest.approx(0.98)
+    assert values[49:401] == [1.0] * 352
+    assert values[401] == pytest.approx(599 / 600)
+    assert values[700] == pytest.approx(0.5)
+    assert values[999] == pytest.approx(1 / 600)
+
+
+# Orthogonalising
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 9), (8, 8), (8, 24), (32, 33), (64, 64)])
+def test_a_random_matrix_gets_singular_values_near_one_and_keeps_its_directions(rows: int, columns: int) -> None:
+    matrix = random_matrix(rows * 100 + columns, rows, columns)
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    # Random square matrices have a smallest singular value of about 1 / rows of the largest.
+    assert s.min() / s.norm() > 0.0015
+    inner = u.mT @ orthogonalise(matrix[None])[0] @ vh.mT
+    values = inner.diagonal()
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+    # Nothing turned: U^T X V is diagonal, and no diagonal entry changed its sign.
+    assert (inner - torch.diag(values)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("smallest", [0.1, 0.02, 0.005])
+def test_singular_values_of_a_badly_conditioned_matrix_end_near_one_too(smallest: float) -> None:
+    spread = np.geomspace(smallest, 1.0, 6)
+    values = (spread / np.linalg.norm(spread)).tolist()
+    result = orthogonalise(1e3 * with_singular_values(5, 6, 10, values)[None])[0]
+    found = torch.linalg.svdvals(result)
+    assert found.min() > 0.6
+    assert found.max() < 1.3
+
+
+def test_a_direction_that_is_a_millionth_of_the_rest_grows_but_stays_small() -> None:
+    # The slope at zero is 3.4445 a step; five of them are 485.
+    result = orthogonalise(with_singular_values(6, 4, 4, [1.0, 1.0, 1.0, 1e-6])[None])[0]
+    expected = 1e-6 / 3**0.5 * 3.4445**5
+    assert torch.linalg.svdvals(result).min().item() == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_size_of_a_matrix_does_not_matter_and_its_sign_is_kept() -> None:
+    matrix = random_matrix(7, 5, 9)
+    once = orthogonalise(matrix[None])
+    torch.testing.assert_close(orthogonalise(1e5 * matrix[None]), once, rtol=0, atol=1e-12)
+    torch.testing.assert_close(orthogonalise(1e-5 * matrix[None]), once, rtol=0, atol=1e-12)
+    torch.testing.assert_close(orthogonalise(-matrix[None]), -once, rtol=0, atol=1e-12)
+
+
+def test_matrices_of_a_stack_do_not_know_each_other() -> None:
+    first, second = random_matrix(8, 4, 6), 1e4 * random_matrix(9, 4, 6)
+    both = orthogonalise(torch.stack([first, second]))
+    torch.testing.assert_close(both[0], orthogonalise(first[None])[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(both[1], orthogonalise(second[None])[0], rtol=0, atol=1e-12)
+
+
+def test_a_zero_matrix_stays_zero() -> None:
+    assert torch.equal(orthogonalise(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_orthogonalising_keeps_the_dtype_and_its_argument(dtype: torch.dtype) -> None:
+    matrices = random_matrix(10, 2, 4, 4, dtype=dtype)
+    before = matrices.clone()
+    assert orthogonalise(matrices).dtype == dtype
+    assert torch.equal(matrices, before)
+
+
+# Muon
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_muon_is_the_muon_of_torch(
+    weight_decay: float, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch orthogonalises in bfloat16; without that cast its iteration runs in the dtype of the weights, as ours does.
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    shapes = [(6, 6), (5, 11), (12, 4), (12, 4), (4, 12), (1, 3), (3, 1)]
+    ours = [random_matrix(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]
+    theirs = [weight.clone().requires_grad_() for weight in ours]
+    muon = Muon([(weight, 1) for weight in ours], lr=0.05, weight_decay=weight_decay)
+    reference = torch.optim.Muon(theirs, lr=0.05, weight_decay=weight_decay, momentum=0.95, nesterov=True)
+    for step in range(6):
+        # Not the same rate at every step: the factor takes part.
+        factor = 1.0 - 0.1 * step
+        reference.param_groups[0]["lr"] = 0.05 * factor
+        for i, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+            our.grad = random_matrix(1000 * step + i, *our.shape, dtype=dtype)
+            their.grad = our.grad.clone()
+        muon.step(factor)
+        reference.step()  # type: ignore[no-untyped-call]
+        for our, their in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(our, their.detach(), rtol=0, atol=tolerance)
+
+
+def newton_schulz(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The iteration for one matrix, written out."""
+    x = matrix / np.linalg.norm(matrix)
+    if x.shape[0] > x.shape[1]:
+        x = x.T
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(6, 6), (4, 10), (10, 4)])
+def test_muon_is_the_published_formula(rows: int, columns: int) -> None:
+    weight = random_matrix(20, rows, columns)
+    expected, momentum = weight.numpy().copy(), np.zeros((rows, columns))
+    muon = Muon([(weight, 1)], lr=0.1, weight_decay=0.2)
+    for step in range(4):
+        weight.grad = random_matrix(30 + step, rows, columns)
+        gradient = weight.grad.numpy().copy()
+        momentum = 0.95 * momentum + 0.05 * gradient
+        ahead = 0.05 * gradient + 0.95 * momentum
+        expected = expected * (1 - 0.1 * 0.2) - 0.1 * max(1.0, rows / columns) ** 0.5 * newton_schulz(ahead)
+        muon.step(1.0)
+    np.testing.assert_allclose(weight.numpy(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("rows", "columns", "n"), [(4, 4, 3), (4, 10, 3), (10, 4, 2)])
+def test_a_fused_parameter_is_updated_like_its_separate_matrices(rows: int, columns: int, n: int) -> None:
+    fused = random_matrix(40, n * rows, columns)
+    separate = [part.clone() for part in fused.chunk(n)]
+    muon_fused = Muon([(fused, n)], lr=0.1, weight_decay=0.2)
+    muon_separate = Muon([(part, 1) for part in separate], lr=0.1, weight_decay=0.2)
+    for step in range(3):
+        # Very different sizes, so that one norm over all of them would be seen.
+        scales = torch.tensor([1.0, 100.0, 0.01][:n], dtype=torch.float64).repeat_interleave(rows)[:, None]
+        fused.grad = scales * random_matrix(50 + step, n * rows, columns)
+        for part, gradient in zip(separate, fused.grad.chunk(n), strict=True):
+            part.grad = gradient.clone()
+        muon_fused.step(0.7)
+        muon_separate.step(0.7)
+    torch.testing.assert_close(fused, torch.cat(separate), rtol=0, atol=1e-12)
+
+
+def test_muon_asks_for_a_gradient_of_every_matrix() -> None:
+    weight = random_matrix(60, 2, 2)
+    with pytest.raises(ValueError, match="gradient"):
+        Muon([(weight, 1)], lr=0.1, weight_decay=0.0).step(1.0)
+
+
+# Both together
+
+
+def test_every_parameter_belongs_to_exactly_one_optimizer() -> None:
+    model = random_model()
+    optimizer = Optimizer(model, TrainConfig())
+    set_gradients(model, 1)
+    optimizer.step(0)
+    names = [name.rpartition("/") for name in optimizer.state_tensors()]
+    muon = {name for name, _, what in names if what == "momentum"}
+    adamw = {name for name, _, what in names if what != "momentum"}
+    assert muon == {f"blocks.{layer}.{matrix}" for layer in range(2) for matrix in MATRICES}
+    assert muon | adamw == {name for name, _ in model.named_parameters()}
+    assert not muon & adamw
+
+
+def test_every_weight_moves_at_the_rate_of_its_optimizer() -> None:
+    config = TrainConfig(muon_lr=0.0, adamw_lr=0.01, warmup_steps=0, decay_fraction=0.0)
+    model = random_model()
+    before = weights_of(model)
+    optimizer = Optimizer(model, config)
+    set_gradients(model, 1)
+    optimizer.step(0)
+    for name, weight in weights_of(model).items():
+        # The first step of AdamW is the rate times the sign of the gradient.
+        expected = 0.0 if name.endswith(MATRICES) else 0.01
+        torch.testing.assert_close((weight - before[name]).abs(), torch.full_like(weight, expected), rtol=0, atol=1e-5)
+
+
+def test_what_is_not_a_matrix_is_updated_by_adamw_without_decay_and_the_matrices_by_muon_with_it() -> None:
+    config = TrainConfig(steps=10, muon_lr=0.02, adamw_lr=0.01, weight_decay=0.5, warmup_steps=2, decay_fraction=0.5)
+    model = random_model()
+    expected = {name: weight.double().numpy() for name, weight in weights_of(model).items()}
+    mean = {name: np.zeros_like(weight) for name, weight in expected.items()}
+    square = {name: np.zeros_like(weight) for name, weight in expected.items()}
+    momentum = {name: np.zeros_like(weight) for name, weight in expected.items()}
+    optimizer = Optimizer(model, config)
+    # Warm-up at 1/2, then the peak, then two steps of the decay.
+    for count, (step, factor) in enumerate([(0, 0.5), (3, 1.0), (6, 0.8), (9, 0.2)], start=1):
+        set_gradients(model, step)
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            g = param.grad.double().numpy().copy()
+            if name.endswith(MATRICES):
+                momentum[name] = 0.95 * momentum[name] + 0.05 * g
+                n = 3 if "qkv" in name else 2 if "gate_up" in name else 1
+                parts = np.split(0.05 * g + 0.95 * momentum[name], n)
+                rows, columns = parts[0].shape
+                update = np.concatenate([newton_schulz(part) for part in parts]) * max(1.0, rows / columns) ** 0.5
+                expected[name] = expected[name] * (1 - 0.02 * factor * 0.5) - 0.02 * factor * update
+            else:
+                mean[name] = 0.9 * mean[name] + 0.1 * g
+                square[name] = 0.95 * square[name] + 0.05 * g**2
+                direction = mean[name] / (1 - 0.9**count) / (np.sqrt(square[name] / (1 - 0.95**count)) + 1e-8)
+                expected[name] = expected[name] - 0.01 * factor * direction
+        optimizer.step(step)
+    for name, weight in weights_of(model).items():
+        np.testing.assert_allclose(weight.numpy(), expected[name], rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_gradients_are_dropped_after_a_step() -> None:
+    model = random_model()
+    optimizer = Optimizer(model, TrainConfig())
+    set_gradients(model, 1)
+    optimizer.step(0)
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("limit", "length", "expected"), [(1.0, 5.0, 1.0), (1.0, 0.5, 0.5), (0.0, 5000.0, 5000.0), (0.25, 1e-3, 1e-3)]
+)
+def test_a_gradient_longer_than_the_limit_is_shortened_to_it_and_its_length_told(
+    limit: float, length: float, expected: float
+) -> None:
+    model = random_model()
+    optimizer = Optimizer(model, TrainConfig(grad_clip=limit))
+    set_gradients(model, 2)
+    gradients = [param.grad for param in model.parameters() if param.grad is not None]
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    for gradient in gradients:
+        gradient.mul_(length / norm)
+    before = torch.cat([gradient.flatten() for gradient in gradients])
+    assert optimizer.clip_gradients() == pytest.approx(length, rel=1e-5)
+    after = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
+    assert after.norm().item() == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(after, before * (expected / length), rtol=1e-5, atol=0)
+
+
+# State
+
+
+def trained(steps: int) -> tuple[GPT, Optimizer]:
+    model = random_model()
+    optimizer = Optimizer(model, TrainConfig(steps=20, warmup_steps=2, weight_decay=0.1))
+    for step in range(steps):
+        set_gradients(model, step)
+        optimizer.step(step)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4])
+def test_an_optimizer_with_the_state_of_another_goes_on_bit_for_bit(stop: int) -> None:
+    straight, _ = trained(8)
+    first, before = trained(stop)
+    state = {name: tensor.clone() for name, tensor in before.state_tensors().items()}
+    second = random_model(seed=99)
+    second.load_state_dict(first.state_dict())
+    after = Optimizer(second, TrainConfig(steps=20, warmup_steps=2, weight_decay=0.1))
+    after.load_state_tensors(state)
+    for step in range(stop, 8):
+        set_gradients(second, step)
+        after.step(step)
+    for name, weight in weights_of(straight).items():
+        assert torch.equal(weight, weights_of(second)[name]), name
+
+
+def test_loading_a_state_copies_it() -> None:
+    _, optimizer = trained(3)
+    state = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
+    _, other = trained(0)
+    other.load_state_tensors(state)
+    for tensor in state.values():
+        tensor.fill_(7)
+    for name, tensor in optimizer.state_tensors().items():
+        assert torch.equal(other.state_tensors()[name], tensor), name
+
+
+STATE_NAMES = [
+    f"{name}/{what}"
+    for name, _ in GPT(SHAPE).named_parameters()
+    for what in (["momentum"] if name.endswith(MATRICES) else ["step", "exp_avg", "exp_avg_sq"])
+]
+
+
+def test_the_state_is_all_that_the_next_step_depends_on_and_nothing_else() -> None:
+    assert sorted(trained(2)[1].state_tensors()) == sorted(STATE_NAMES)
+
+
+@pytest.mark.parametrize("name", STATE_NAMES)
+def test_a_state_that_lacks_a_tensor_is_refused(name: str) -> None:
+    _, optimizer = trained(2)
+    state = optimizer.state_tensors()
+    del state[name]
+    with pytest.raises(ValueError, match=r"missing|unknown"):
+        trained(0)[1].load_state_tensors(state)
+
+
+def test_a_state_that_lacks_all_tensors_of_one_parameter_is_refused() -> None:
+    _, optimizer = trained(2)
+    state = {name: value for name, value in optimizer.state_tensors().items() if not name.startswith("wte.weight/")}
+    with pytest.raises(ValueError, match="missing"):
+        trained(0)[1].load_state_tensors(state)
+
+
+@pytest.mark.parametrize("name", STATE_NAMES)
+def test_a_state_of_another_shape_is_refused(name: str) -> None:
+    _, optimizer = trained(2)
+    state = optimizer.state_tensors()
+    state[name] = torch.zeros(*state[name].shape, 2)
+    with pytest.raises(ValueError, match=r"shape \("):
+        trained(0)[1].load_state_tensors(state)
+
+
+@pytest.mark.parametrize("name", ["wte.weight/momentum", "blocks.2.attn.proj.weight/momentum", "", "step"])
+def test_a_state_with_an_unknown_tensor_is_refused(name: str) -> None:
+    _, optimizer = trained(2)
+    with pytest.raises(ValueError, match="unknown"):
+        trained(0)[1].load_state_tensors({**optimizer.state_tensors(), name: torch.zeros(1)})

@@ -1,0 +1,719 @@
+"""Training: it learns, it draws from nobody else's numbers, and stopping anywhere changes nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from minigpt import trainer as trainer_module
+from minigpt.checkpoint import Checkpoint, Facts, TrainingState, load, save_checkpoint
+from minigpt.config import GPTConfig, TrainConfig
+from minigpt.corpus import batch
+from minigpt.errors import CheckpointError, TrainingError
+from minigpt.evaluation import window_loss
+from minigpt.runs import BEST, LAST, LOG
+from minigpt.tokenizer import CharTokenizer
+from minigpt.trainer import EvalReport, StepReport, Trainer
+
+Ids = NDArray[np.unsignedinteger]
+
+CHARS = "\n abcdef"
+SHAPE = GPTConfig(vocab_size=len(CHARS), n_layer=2, n_head=2, n_embd=16, block_size=12, window=5, dropout=0.2)
+# Evaluations at 5, 10, 15, 20 and, off the beat, 23; lines of training loss at 10 and 20.
+CONFIG = TrainConfig(steps=23, batch_size=3, eval_every=5, warmup_steps=4, weight_decay=0.1, eval_chars=40)
+FACTS = Facts(corpus="test", corpus_sha256="0" * 64, corpus_chars=400, val_fraction=0.25, most_frequent="a")
+# As a person would meet it: the words of a message.
+NO_SPACE = "No space left on device"
+
+
+def text(n: int, seed: int = 0) -> Ids:
+    """Random walks through the vocabulary, so that there is something to learn and something to fail at."""
+    moves = np.random.default_rng(seed).integers(1, 4, n)
+    return (np.cumsum(moves) % len(CHARS)).astype(np.uint8)
+
+
+TRAIN_IDS, VAL_IDS = text(300, seed=1), text(100, seed=2)
+
+
+def start(folder: Path, config: TrainConfig = CONFIG, shape: GPTConfig = SHAPE, **options: Any) -> Trainer:
+    return Trainer.start(folder, shape, CharTokenizer(CHARS), FACTS, TRAIN_IDS, VAL_IDS, config, **options)
+
+
+def resume(folder: Path) -> Trainer:
+    return Trainer.resume(folder, load(folder / LAST, with_state=True), TRAIN_IDS, VAL_IDS)
+
+
+def finish(trainer: Trainer) -> list[StepReport | EvalReport]:
+    return list(trainer.steps())
+
+
+def weights_of(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def without_times(values: Any) -> Any:
+    """Everything but how long it took."""
+    if isinstance(values, dict):
+        return {key: without_times(value) for key, value in values.items() if key not in ("elapsed_s", "chars_per_s")}
+    return values
+
+
+def metadata_of(path: Path) -> dict[str, Any]:
+    with safe_open(path, framework="pt") as file:
+        return {key: without_times(json.loads(value)) for key, value in file.metadata().items()}
+
+
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / LOG).read_text(encoding="utf-8").splitlines(keepends=True)
+    assert all(line.endswith("\n") for line in lines)
+    return [without_times(json.loads(line)) for line in lines]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    """Weights, optimizer state, best model, facts and log of two runs are the same to the last bit."""
+    assert names_in(found) == names_in(expected) == [BEST, LAST, LOG]
+    for name in (BEST, LAST):
+        assert_same_tensors(load_file(found / name), load_file(expected / name))
+        assert metadata_of(found / name) == metadata_of(expected / name)
+    assert log_of(found) == log_of(expected)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run that never stopped, and its folder as it would have been saved after each report."""
+
+    folder: Path
+    reports: list[StepReport | EvalReport]
+    weights: dict[str, Tensor]
+    saved: list[Path]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    base = tmp_path_factory.mktemp("reference")
+    folder = base / "straight"
+    trainer = start(folder)
+    reports = finish(trainer)
+    # The same again, saved after each report and set aside.
+    stopping = start(base / "stopping")
+    saved = []
+    for i, _ in enumerate(stopping.steps()):
+        stopping.save()
+        saved.append(shutil.copytree(base / "stopping", base / f"saved-{i}"))
+    assert_same_run(base / "stopping", folder)
+    return Reference(folder, reports, weights_of(trainer), saved)
+
+
+# Learning
+
+
+def test_one_tiny_text_is_learnt_by_heart(tmp_path: Path) -> None:
+    # "aab\n" over and over: what follows an "a" is told by what stands before it.
+    ids = np.tile(np.array([2, 2, 3, 0], dtype=np.uint8), 80)
+    config = TrainConfig(steps=90, batch_size=4, warmup_steps=5, eval_every=90)
+    shape = replace(SHAPE, block_size=32, dropout=0.0)
+    trainer = Trainer.start(tmp_path / "run", shape, CharTokenizer(CHARS), FACTS, ids, ids[:100], config)
+    *updates, evaluation = finish(trainer)
+    assert isinstance(updates[0], StepReport)
+    assert updates[0].loss == pytest.approx(math.log(len(CHARS)), abs=1e-6)
+    assert isinstance(evaluation, EvalReport)
+    assert evaluation.val_loss < 0.1
+    assert window_loss(load(tmp_path / "run" / BEST).model, ids) < 0.1
+
+
+def test_the_reports_tell_of_every_update_and_every_evaluation(reference: Reference) -> None:
+    updates = [report for report in reference.reports if isinstance(report, StepReport)]
+    assert [report.step for report in updates] == list(range(1, 24))
+    assert [report.step for report in reference.reports if isinstance(report, EvalReport)] == [5, 10, 15, 20, 23]
+    # An evaluation comes right after the update that it looks at.
+    assert [report.step for report in reference.reports] == sorted(report.step for report in reference.reports)
+    assert [report.lr_factor for report in updates[:4]] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert updates[-1].lr_factor == pytest.approx(1 / (23 * 0.6))
+    assert all(report.grad_norm > 0 and report.chars_per_s > 0 for report in updates)
+
+
+def test_the_loss_of_an_evaluation_is_that_of_the_model_it_saves(reference: Reference) -> None:
+    report = next(report for report in reference.reports if isinstance(report, EvalReport))
+    checkpoint = load(reference.saved[5] / BEST)
+    assert checkpoint.facts.steps == report.step == 5
+    assert checkpoint.facts.val_loss == report.val_loss
+    assert checkpoint.facts.train_loss == report.train_loss
+    assert window_loss(checkpoint.model, VAL_IDS, 40) == report.val_loss
+    # And not of all the held-out text, which would be another number.
+    assert window_loss(checkpoint.model, VAL_IDS) != report.val_loss
+
+
+def test_training_losses_are_means_since_the_last_evaluation(reference: Reference) -> None:
+    losses: list[float] = []
+    for report in reference.reports:
+        if isinstance(report, StepReport):
+            losses.append(report.loss)
+        else:
+            assert report.train_loss == pytest.approx(sum(losses) / len(losses), rel=1e-12)
+            losses = []
+
+
+def test_the_log_has_a_line_for_every_evaluation_and_every_tenth_update(reference: Reference) -> None:
+    log = log_of(reference.folder)
+    kinds = [(line["step"], sorted(line.keys() - {"step"})) for line in log]
+    update, evaluation = ["lr_factor", "train_loss"], ["best", "train_loss", "val_loss"]
+    assert kinds == [
+        (5, evaluation),
+        (10, update),
+        (10, evaluation),
+        (15, evaluation),
+        (20, update),
+        (20, evaluation),
+        (23, evaluation),
+    ]
+    reports = [report for report in reference.reports if isinstance(report, EvalReport)]
+    for line, report in zip((line for line in log if "val_loss" in line), reports, strict=True):
+        assert (line["train_loss"], line["val_loss"], line["best"]) == (
+            report.train_loss,
+            report.val_loss,
+            report.best,
+        )
+
+
+def test_time_spent_is_counted_over_all_sessions(tmp_path: Path) -> None:
+    trainer = start(tmp_path / "run")
+    for _ in islice(trainer.steps(), 8):
+        pass
+    trainer.save()
+    again = resume(tmp_path / "run")
+    assert again.elapsed_s == trainer.elapsed_s > 0
+    *_, last = finish(again)
+    assert isinstance(last, EvalReport)
+    assert last.elapsed_s == again.elapsed_s > trainer.elapsed_s
+
+
+@pytest.mark.parametrize(("eval_chars", "words"), [(0, "the last 100 .* all"), (40, "40%"), (100, "all"), (500, "all")])
+def test_how_much_is_held_out_and_read_is_said_in_words(tmp_path: Path, eval_chars: int, words: str) -> None:
+    trainer = start(tmp_path / "run", replace(CONFIG, eval_chars=eval_chars))
+    assert re.search(words, trainer.held_out)
+
+
+# Randomness
+
+
+def run_to_the_end(folder: Path, config: TrainConfig = CONFIG, shape: GPTConfig = SHAPE) -> dict[str, Tensor]:
+    trainer = start(folder, config, shape)
+    finish(trainer)
+    return weights_of(trainer)
+
+
+def test_the_same_seed_gives_the_same_run_whatever_was_drawn_before(tmp_path: Path, reference: Reference) -> None:
+    torch.manual_seed(12345)
+    torch.rand(7)
+    np.random.seed(5)
+    assert_same_tensors(run_to_the_end(tmp_path / "again"), reference.weights)
+    assert_same_run(tmp_path / "again", reference.folder)
+
+
+def test_another_seed_gives_other_weights_from_the_first_one_on(tmp_path: Path, reference: Reference) -> None:
+    other = replace(CONFIG, seed=1)
+    first, second = start(tmp_path / "0"), start(tmp_path / "1", other)
+    assert not torch.equal(first.model.wte.weight, second.model.wte.weight)
+    assert not torch.equal(run_to_the_end(tmp_path / "2", other)["wte.weight"], reference.weights["wte.weight"])
+
+
+def test_the_seed_alone_decides_the_first_weights(tmp_path: Path) -> None:
+    one = start(tmp_path / "0")
+    other = start(tmp_path / "1", replace(CONFIG, steps=7, batch_size=9, muon_lr=0.5, eval_every=1))
+    assert_same_tensors(weights_of(one), weights_of(other))
+
+
+def test_training_leaves_the_random_numbers_of_others_alone(tmp_path: Path) -> None:
+    torch.manual_seed(77)
+    trainer = start(tmp_path / "run")
+    state = torch.get_rng_state()
+    numpy_state = np.random.get_state()[1].tolist()  # type: ignore[index]
+    for _ in trainer.steps():
+        assert torch.equal(torch.get_rng_state(), state)
+    assert np.random.get_state()[1].tolist() == numpy_state  # type: ignore[index]
+
+
+def test_starting_a_run_leaves_the_random_numbers_of_others_alone(tmp_path: Path) -> None:
+    torch.manual_seed(77)
+    state = torch.get_rng_state()
+    start(tmp_path / "run")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_random_numbers_that_others_draw_between_two_steps_change_nothing(tmp_path: Path, reference: Reference) -> None:
+    trainer = start(tmp_path / "run")
+    for i, _ in enumerate(trainer.steps()):
+        torch.manual_seed(i)
+        torch.rand(3)
+    assert_same_tensors(weights_of(trainer), reference.weights)
+
+
+@pytest.mark.parametrize("eval_every", [1, 2, 7, 1000])
+def test_looking_more_often_does_not_change_what_is_learnt(
+    tmp_path: Path, reference: Reference, eval_every: int
+) -> None:
+    weights = run_to_the_end(tmp_path / "run", replace(CONFIG, eval_every=eval_every, eval_chars=0))
+    assert_same_tensors(weights, reference.weights)
+
+
+def test_dropout_is_on_in_training_drawn_anew_at_each_step_and_off_in_evaluation(
+    tmp_path: Path, reference: Reference
+) -> None:
+    without = run_to_the_end(tmp_path / "without", shape=replace(SHAPE, dropout=0.0))
+    assert not torch.equal(without["wte.weight"], reference.weights["wte.weight"])
+    # One example, so that every batch holds the same: at rates of zero only dropout can make losses differ.
+    ids = TRAIN_IDS[: SHAPE.block_size + 1]
+    config = replace(CONFIG, muon_lr=0.0, adamw_lr=0.0)
+    trainer = Trainer.start(tmp_path / "run", SHAPE, CharTokenizer(CHARS), FACTS, ids, VAL_IDS, config)
+    with torch.no_grad():
+        for param in trainer.model.parameters():
+            param.copy_(torch.rand(param.shape, generator=torch.Generator().manual_seed(1)) - 0.5)
+    reports = finish(trainer)
+    losses = [report.loss for report in reports if isinstance(report, StepReport)]
+    assert len(set(losses)) == len(losses)
+    assert len({report.val_loss for report in reports if isinstance(report, EvalReport)}) == 1
+
+
+def test_every_step_draws_other_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+
+    def spy(*args: Any) -> Any:
+        x, y = batch(*args)
+        drawn.append(x.tolist())
+        return x, y
+
+    monkeypatch.setattr(trainer_module, "batch", spy)
+    finish(start(tmp_path / "run"))
+    assert len(drawn) == CONFIG.steps
+    assert all(one != other for i, one in enumerate(drawn) for other in drawn[:i])
+
+
+# Stopping and going on
+
+
+# Reports of the reference run: an update at each step, and evaluations behind steps 5, 10, 15, 20 and 23.
+N_REPORTS = 28
+
+
+@pytest.mark.parametrize("stop", range(N_REPORTS))
+def test_a_run_stopped_after_any_report_and_resumed_is_the_run_that_never_stopped(
+    tmp_path: Path, reference: Reference, stop: int
+) -> None:
+    assert len(reference.reports) == N_REPORTS
+    folder = shutil.copytree(reference.saved[stop], tmp_path / "run")
+    trainer = resume(folder)
+    assert trainer.step == reference.reports[stop].step
+    assert trainer.model.training
+    reports = finish(trainer)
+    expected = reference.reports[stop + 1 :]
+    assert [_timeless(report) for report in reports] == [_timeless(report) for report in expected]
+    assert_same_tensors(weights_of(trainer), reference.weights)
+    assert_same_run(folder, reference.folder)
+
+
+def _timeless(report: StepReport | EvalReport) -> StepReport | EvalReport:
+    if isinstance(report, StepReport):
+        return replace(report, chars_per_s=0.0)
+    return replace(report, elapsed_s=0.0)
+
+
+def test_a_run_stopped_after_every_report_is_the_run_that_never_stopped(tmp_path: Path, reference: Reference) -> None:
+    folder = tmp_path / "run"
+    start(folder)
+    for _ in range(N_REPORTS):
+        trainer = resume(folder)
+        next(trainer.steps())
+        trainer.save()
+    assert finish(resume(folder)) == []
+    assert_same_run(folder, reference.folder)
+
+
+def test_a_run_is_on_disk_before_its_first_step(tmp_path: Path, reference: Reference) -> None:
+    trainer = start(tmp_path / "run")
+    before = weights_of(trainer)
+    assert names_in(tmp_path / "run") == [LAST]
+    again = resume(tmp_path / "run")
+    assert again.step == 0
+    assert_same_tensors(weights_of(again), before)
+    finish(again)
+    assert_same_run(tmp_path / "run", reference.folder)
+
+
+def test_what_was_trained_after_the_last_save_is_trained_again(tmp_path: Path, reference: Reference) -> None:
+    # As if killed three steps after an evaluation, with a line of log more than was saved.
+    folder = tmp_path / "run"
+    for _ in islice(start(folder).steps(), 11 + 2):
+        pass
+    assert resume(folder).step == 10
+    finish(resume(folder))
+    assert_same_run(folder, reference.folder)
+
+
+def test_a_finished_run_has_nothing_left_to_do_and_nothing_changes(tmp_path: Path, reference: Reference) -> None:
+    folder = shutil.copytree(reference.folder, tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert finish(resume(folder)) == []
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", [BEST, LAST])
+def test_a_run_killed_between_two_files_of_one_evaluation_is_resumed_as_if_it_had_not_been(
+    tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder = tmp_path / "run"
+    trainer = start(folder)
+
+    def save(path: Path, *args: Any) -> None:
+        if trainer.step == 10 and path.name == name:
+            raise KeyboardInterrupt
+        save_checkpoint(path, *args)
+
+    monkeypatch.setattr(trainer_module, "save_checkpoint", save)
+    with pytest.raises(KeyboardInterrupt):
+        finish(trainer)
+    monkeypatch.undo()
+    # The log is ahead of the files.
+    assert log_of(folder)[-1]["step"] == 10
+    assert resume(folder).step == 5
+    finish(resume(folder))
+    assert_same_run(folder, reference.folder)
+
+
+def test_an_evaluation_that_is_killed_right_after_its_line_of_log_is_logged_once(
+    tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Saved at step 10 and stopped before its evaluation (Ctrl-C), resumed, then killed inside that evaluation.
+    assert isinstance(reference.reports[10], StepReport)
+    folder = shutil.copytree(reference.saved[10], tmp_path / "run")
+
+    def save(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer_module, "save_checkpoint", save)
+    with pytest.raises(KeyboardInterrupt):
+        finish(resume(folder))
+    monkeypatch.undo()
+    finish(resume(folder))
+    assert_same_run(folder, reference.folder)
+
+
+@pytest.mark.parametrize(
+    "tail", ['{"step": 9, "train_lo', '{"step": 9, "train_loss": 2.0}', "\0\0\0\0", "[9]\n", "x\n"]
+)
+def test_a_log_that_was_cut_short_is_mended(tmp_path: Path, reference: Reference, tail: str) -> None:
+    folder = shutil.copytree(reference.saved[8], tmp_path / "run")
+    with (folder / LOG).open("a", encoding="utf-8") as log:
+        log.write(tail)
+    finish(resume(folder))
+    assert_same_run(folder, reference.folder)
+
+
+def test_a_log_that_was_lost_begins_anew(tmp_path: Path, reference: Reference) -> None:
+    folder = shutil.copytree(reference.saved[8], tmp_path / "run")
+    (folder / LOG).unlink()
+    finish(resume(folder))
+    assert log_of(folder) == [line for line in log_of(reference.folder) if line["step"] > 5]
+
+
+def test_a_log_that_is_not_text_any_more_is_no_obstacle(tmp_path: Path, reference: Reference) -> None:
+    folder = shutil.copytree(reference.saved[8], tmp_path / "run")
+    with (folder / LOG).open("ab") as log:
+        log.write(b"\xff\xfe")
+    finish(resume(folder))
+    assert_same_run(folder, reference.folder)
+
+
+def test_the_callers_own_values_are_kept_through_saves_and_resumes(tmp_path: Path) -> None:
+    extra = {"sources": ["plays/é.txt"], "threads": 2}
+    start(tmp_path / "run", extra=extra)
+    for _ in range(2):
+        trainer = resume(tmp_path / "run")
+        next(trainer.steps())
+        trainer.save()
+    state = load(tmp_path / "run" / LAST, with_state=True).state
+    assert state is not None
+    assert state.values["extra"] == extra
+
+
+# Damaged states
+
+
+def damaged(folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> Checkpoint:
+    checkpoint = load(folder / LAST, with_state=True)
+    assert checkpoint.state is not None
+    values, tensors = json.loads(json.dumps(checkpoint.state.values)), dict(checkpoint.state.tensors)
+    change(values, tensors)
+    return replace(checkpoint, state=TrainingState(values, tensors))
+
+
+def assert_refused(reference: Reference, change: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> None:
+    checkpoint = damaged(reference.saved[8], change)
+    with pytest.raises(CheckpointError) as caught:
+        Trainer.resume(reference.saved[8], checkpoint, TRAIN_IDS, VAL_IDS)
+    assert str(checkpoint.path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+STATE_VALUES = ["config", "step", "best_loss", "best_step", "evaluated_step", "elapsed_s", "losses", "extra"]
+
+
+@pytest.mark.parametrize("name", STATE_VALUES)
+def test_a_state_that_lacks_a_value_is_refused(reference: Reference, name: str) -> None:
+    assert_refused(reference, lambda values, _: values.pop(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("config", None),
+        ("config", {"steps": 0}),
+        ("config", {"stepz": 10}),
+        ("step", "six"),
+        ("step", None),
+        ("elapsed_s", []),
+        ("losses", 3),
+        ("losses", [None]),
+        ("losses", ["low"]),
+    ],
+)
+def test_a_state_with_a_wrong_value_is_refused(reference: Reference, name: str, value: Any) -> None:
+    assert_refused(reference, lambda values, _: values.update({name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("step", 24), ("step", -1), ("best_loss", "low"), ("losses", []), ("extra", None), ("evaluated_step", "five")],
+)
+def test_a_state_with_a_value_that_cannot_be_is_refused(reference: Reference, name: str, value: Any) -> None:
+    assert_refused(reference, lambda values, _: values.update({name: value}))
+
+
+def test_a_state_without_its_tensors_is_refused(reference: Reference) -> None:
+    assert_refused(reference, lambda _, tensors: tensors.clear())
+    assert_refused(reference, lambda _, tensors: tensors.update({"norm_f.weight/exp_avg": torch.zeros(3)}))
+
+
+def test_a_model_without_a_state_cannot_be_resumed(reference: Reference) -> None:
+    checkpoint = load(reference.folder / BEST, with_state=True)
+    with pytest.raises(CheckpointError, match="no training state"):
+        Trainer.resume(reference.folder, checkpoint, TRAIN_IDS, VAL_IDS)
+
+
+# Numbers that are none
+
+
+def poison(trainer: Trainer) -> None:
+    with torch.no_grad():
+        trainer.model.lm_head.weight[0, 0] = math.inf
+
+
+def at_step(folder: Path, n: int) -> tuple[Trainer, Iterator[StepReport | EvalReport]]:
+    trainer = start(folder)
+    steps = trainer.steps()
+    for report in steps:
+        if report.step == n and (isinstance(report, EvalReport) or n % CONFIG.eval_every):
+            break
+    return trainer, steps
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_loss_that_is_no_number_stops_before_the_update(tmp_path: Path) -> None:
+    trainer, steps = at_step(tmp_path / "run", 7)
+    poison(trainer)
+    weights, files = weights_of(trainer), files_of(tmp_path / "run")
+    with pytest.raises(TrainingError, match=r"the loss after 7 steps is (nan|inf)") as caught:
+        next(steps)
+    assert str(tmp_path / "run") in str(caught.value)
+    assert trainer.step == 7
+    assert_same_tensors(weights_of(trainer), weights)
+    assert files_of(tmp_path / "run") == files
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_gradient_that_is_no_number_stops_before_the_update(tmp_path: Path, value: float) -> None:
+    trainer, steps = at_step(tmp_path / "run", 7)
+    trainer.model.norm_f.weight.register_hook(lambda gradient: gradient * value)  # type: ignore[no-untyped-call]
+    weights, files = weights_of(trainer), files_of(tmp_path / "run")
+    with pytest.raises(TrainingError, match=r"the gradient norm after 7 steps is (nan|inf)"):
+        next(steps)
+    assert trainer.step == 7
+    assert_same_tensors(weights_of(trainer), weights)
+    assert files_of(tmp_path / "run") == files
+
+
+def test_a_run_that_met_a_number_that_is_none_goes_on_from_its_last_save(tmp_path: Path, reference: Reference) -> None:
+    trainer, steps = at_step(tmp_path / "run", 7)
+    poison(trainer)
+    with pytest.raises(TrainingError):
+        next(steps)
+    again = resume(tmp_path / "run")
+    assert again.step == 5
+    finish(again)
+    assert_same_run(tmp_path / "run", reference.folder)
+
+
+@pytest.mark.parametrize("step", [4, 9])
+def test_weights_that_an_update_ruined_are_not_saved(tmp_path: Path, step: int) -> None:
+    trainer, steps = at_step(tmp_path / "run", step)
+    next(steps)
+    # What a rate far too high does: loss and gradient were still finite.
+    poison(trainer)
+    files = files_of(tmp_path / "run")
+    with pytest.raises(TrainingError):
+        next(steps)
+    assert {BEST: files.get(BEST), LAST: files[LAST]} == {
+        BEST: files_of(tmp_path / "run").get(BEST),
+        LAST: files_of(tmp_path / "run")[LAST],
+    }
+
+
+# The best model
+
+
+def test_the_best_model_moves_only_when_the_held_out_loss_is_lower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([3.0, 2.0, 2.5, 2.0, 1.9])
+    monkeypatch.setattr(trainer_module, "window_loss", lambda *_: next(losses))
+    trainer = start(tmp_path / "run")
+    found = []
+    for report in trainer.steps():
+        if isinstance(report, EvalReport):
+            best, last = load(tmp_path / "run" / BEST), load(tmp_path / "run" / LAST)
+            found.append((report.best, best.facts.steps, best.facts.val_loss, last.facts.steps, last.facts.val_loss))
+            assert (trainer.best_step, trainer.best_loss) == (best.facts.steps, best.facts.val_loss)
+            assert_same_tensors(last.model.state_dict(), weights_of(trainer))
+            same = torch.equal(best.model.wte.weight, trainer.model.wte.weight)
+            assert same is report.best
+    assert found == [
+        (True, 5, 3.0, 5, 3.0),
+        (True, 10, 2.0, 10, 2.0),
+        (False, 10, 2.0, 15, 2.5),
+        (False, 10, 2.0, 20, 2.0),
+        (True, 23, 1.9, 23, 1.9),
+    ]
+
+
+def test_a_resumed_run_remembers_its_best_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([2.0, 2.5, 3.0, 2.1, 2.2])
+    monkeypatch.setattr(trainer_module, "window_loss", lambda *_: next(losses))
+    at_step(tmp_path / "run", 10)
+    again = resume(tmp_path / "run")
+    assert (again.best_loss, again.best_step) == (2.0, 5)
+    assert not any(report.best for report in again.steps() if isinstance(report, EvalReport))
+    assert load(tmp_path / "run" / BEST).facts.steps == 5
+
+
+# The folder
+
+
+def test_a_new_run_in_an_old_folder_clears_away_the_old_one_and_nothing_else(
+    tmp_path: Path, reference: Reference
+) -> None:
+    folder = shutil.copytree(reference.folder, tmp_path / "run")
+    (folder / "notes.txt").write_text("mine")
+    start(folder, replace(CONFIG, seed=3))
+    assert names_in(folder) == [LAST, "notes.txt"]
+    assert load(folder / LAST).facts.steps == 0
+
+
+def test_a_replaced_run_is_as_good_as_new_even_if_killed_before_it_was_tidied(
+    tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The old best model and log are those of another seed.
+    folder = tmp_path / "run"
+    run_to_the_end(folder, replace(CONFIG, seed=3))
+    monkeypatch.setattr(Trainer, "_tidy_folder", lambda _: None)
+    start(folder)
+    monkeypatch.undo()
+    assert names_in(folder) == [BEST, LAST, LOG]
+    finish(resume(folder))
+    assert_same_run(folder, reference.folder)
+
+
+def test_a_folder_is_made_with_all_above_it(tmp_path: Path) -> None:
+    start(tmp_path / "a" / "b" / "run")
+    assert names_in(tmp_path / "a" / "b" / "run") == [LAST]
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(CheckpointError, match="cannot make the run folder") as caught:
+            start(folder)
+        assert str(folder) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_a_disk_that_fills_up_at_any_write_leaves_a_run_that_can_go_on(
+    tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    calls = 0
+
+    def fsync(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        # Of the files and folders that are flushed after the start, the n-th and all that follow.
+        if calls >= n:
+            raise OSError(errno.ENOSPC, NO_SPACE)
+        ordinary(descriptor)
+
+    folder = tmp_path / "run"
+    trainer, ordinary = start(folder), os.fsync
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(CheckpointError, match=NO_SPACE):
+        finish(trainer)
+    monkeypatch.undo()
+    # What is flushed are, in turn, a file and its folder: the best model and the last one of each evaluation. A folder
+    # that cannot be flushed is passed over, and the next file cannot either.
+    failed = n if n % 2 else n + 1
+    assert calls == failed
+    assert set(names_in(folder)) <= {BEST, LAST, LOG}
+    assert resume(folder).step == 5 * ((failed - 1) // 4)
+    finish(resume(folder))
+    assert_same_run(folder, reference.folder)
+
+
+def test_a_log_that_cannot_be_written_is_one_sentence_and_the_run_can_go_on(
+    tmp_path: Path, reference: Reference
+) -> None:
+    folder = tmp_path / "run"
+    trainer = start(folder)
+    (folder / LOG).mkdir()
+    with pytest.raises(CheckpointError, match=f"cannot write .*{LOG}"):
+        finish(trainer)
+    (folder / LOG).rmdir()
+    finish(resume(folder))
+    assert_same_run(folder, reference.folder)
