@@ -165,20 +165,12 @@ def _read(path: Path, file: Any, device: torch.device | str, with_state: bool) -
     n_layer = len({name.split(".")[1] for name in model_names if name.startswith("blocks.")})
     if n_layer != config.n_layer:
         raise CheckpointError(f"{path} holds {n_layer} layers for n_layer={config.n_layer}")
-    if found.get("wte.weight") != (config.vocab_size, config.n_embd):
-        raise CheckpointError(
-            f"{path} does not fit its config: wte.weight is {found.get('wte.weight', 'missing')}, expected"
-            f" {(config.vocab_size, config.n_embd)}"
-        )
-    with torch.device("meta"):
-        model = GPT(config)
+    _require_shapes(path, found, {"wte.weight": (config.vocab_size, config.n_embd)})
+    _require_shapes(path, found, {"blocks.0.mlp.gate_up.weight": (2 * config.n_inner, config.n_embd)})
+    # Not on the meta device, where drawing the weights would import two seconds of torch.
+    model = GPT(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            raise CheckpointError(
-                f"{path} does not fit its config: {name} is {found.get(name, 'missing')},"
-                f" expected {expected.get(name, 'nothing of that name')}"
-            )
+    _require_shapes(path, found, expected | {name: None for name in found if name not in expected})
     # A copy, since a mapped file may be replaced or removed while the model lives.
     weights = {name: file.get_tensor(name).to(device, copy=True) for name in sorted(model_names)}
     dtype = weights["wte.weight"].dtype
@@ -198,6 +190,17 @@ def _read(path: Path, file: Any, device: torch.device | str, with_state: bool) -
         }
         state = TrainingState(_json_object(metadata["state"], dict, "state"), tensors)
     return Checkpoint(path, model.eval(), tokenizer, facts, state)
+
+
+def _require_shapes(
+    path: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...] | None]
+) -> None:
+    for name in sorted(expected):
+        if found.get(name) != expected[name]:
+            raise CheckpointError(
+                f"{path} does not fit its config: {name} is {found.get(name, 'missing')},"
+                f" expected {expected[name] or 'nothing of that name'}"
+            )
 
 
 def _json_object(text: str, kind: type, name: str) -> Any:

@@ -191,5 +191,5 @@ def _require_range(
     below = value < high if upper_open else value <= high
     if not (above and below):
         least, most = ("more than" if lower_open else "at least"), ("below" if upper_open else "at most")
-        limits = f"{least} {low:g}" if math.isinf(high) else f"{least} {low:g} and {most} {high:g}"
+        limits = f"a finite number, {least} {low:g}" if math.isinf(high) else f"{least} {low:g} and {most} {high:g}"
         raise ConfigError(f"{name}={value} must be {limits}")

@@ -6,12 +6,15 @@ stdout is the product; everything else goes to stderr.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
+
+from minigpt.errors import OutputError
 
 Note = Callable[[str], None]
 
@@ -27,9 +30,20 @@ def notes(quiet: bool) -> Note:
 
 
 def write(text: str) -> None:
-    """Text of the product to stdout, at once and as it is: no wrapping, no markup."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """Text of the product to stdout, at once and as it is: no wrapping, no markup.
+
+    Raises:
+        OutputError: it cannot be written (a full disk). A reader that went away is a BrokenPipeError.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # What is left in the buffer would fail once more at exit.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+        raise OutputError(f"cannot write to standard output: {error.strerror or error}") from None
 
 
 def write_json(value: Any) -> None:
@@ -84,12 +98,12 @@ def bytes_bar(description: str, *, hidden: bool = False) -> Callable[[int, int |
 
 
 @contextmanager
-def steps_bar(total: int, initial: int, unit: str, *, hidden: bool = False) -> Iterator[tqdm[Any]]:
+def steps_bar(total: int, initial: int = 0, *, hidden: bool = False) -> Iterator[tqdm[Any]]:
     """A progress bar on a terminal's stderr, gone when it is done; silent elsewhere, or if it is to be hidden."""
     with tqdm(
         total=total,
         initial=initial,
-        unit=unit,
+        bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}",
         # None leaves the choice to whether stderr is a terminal.
         disable=hidden or None,
         file=sys.stderr,

@@ -6,6 +6,9 @@ import torch
 
 from minigpt.errors import DeviceError
 
+# A hundred thousand would crash the process in OpenMP.
+MOST_THREADS = 1024
+
 
 def choose_device(name: str = "auto") -> torch.device:
     """The device of that name; ``auto`` is a CUDA GPU where there is one, else an Apple GPU, else the CPU.
@@ -28,8 +31,14 @@ def choose_device(name: str = "auto") -> torch.device:
 
 
 def set_threads(threads: int | None) -> int:
-    """Sets the number of CPU threads torch computes with (None leaves it); returns the number in force."""
+    """Sets the number of CPU threads torch computes with (None leaves it); returns the number in force.
+
+    Raises:
+        DeviceError: more threads than any machine has.
+    """
     if threads is not None:
+        if threads > MOST_THREADS:
+            raise DeviceError(f"--threads {threads} is more than any machine has cores: use at most {MOST_THREADS}")
         torch.set_num_threads(threads)
     return torch.get_num_threads()
 

@@ -6,6 +6,13 @@ A caller's mistake in code is a plain ``ValueError`` elsewhere; bugs keep their 
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """The text on one line that colours nothing: file names may hold line breaks and escape codes."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode() for char in text
+    )
+
+
 class MinigptError(Exception):
     """Something a user can cause and mend. The command line prints it as one line and exits 1."""
 
@@ -22,8 +29,16 @@ class CheckpointError(MinigptError):
     """A checkpoint cannot be found, read or written, or is not one of ours."""
 
 
+class PromptError(MinigptError):
+    """A prompt cannot be read, or the model cannot go on from it."""
+
+
 class DeviceError(MinigptError):
     """The device asked for does not exist on this machine."""
+
+
+class OutputError(MinigptError):
+    """Standard output cannot be written."""
 
 
 class TrainingError(MinigptError):
@@ -45,7 +60,4 @@ class UnknownCharacterError(MinigptError):
         shown = ", ".join(f"{char!r} at {position}" for position, char in places[: self.SHOWN])
         more = len(places) - self.SHOWN
         tail = f" and {more} more" if more > 0 else ""
-        super().__init__(
-            f"the model has never seen these characters: {shown}{tail} (positions count from 0); leave them out, or use"
-            " --skip-unknown"
-        )
+        super().__init__(f"the model has never seen these characters: {shown}{tail} (positions count from 0)")

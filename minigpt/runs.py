@@ -24,7 +24,8 @@ def run_folder(name: str) -> Path:
     Raises:
         CheckpointError: the name is empty or means no folder of its own.
     """
-    if not name.strip() or name in (".", "..") or "\0" in name:
+    # Unprintable ones are line breaks, escapes, and bytes that are no text, by which no file can be opened later.
+    if not name.strip() or name in (".", "..") or not name.isprintable():
         raise CheckpointError(f"{name!r} is not a name for a run: use letters, digits, '-' and '_'")
     return Path(name) if Path(name).name != name else CHECKPOINTS / name
 
@@ -38,7 +39,7 @@ def runs() -> list[str]:
     """Names of the runs under ``checkpoints/``, the newest first."""
     if not CHECKPOINTS.is_dir():
         return []
-    folders = [folder for folder in CHECKPOINTS.iterdir() if is_run(folder)]
+    folders = [folder for folder in CHECKPOINTS.iterdir() if folder.name.isprintable() and is_run(folder)]
     return [folder.name for folder in sorted(folders, key=_written_at, reverse=True)]
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from minigpt.download import Progress, fetch, reason, shown_name
-from minigpt.errors import CorpusError
+from minigpt.errors import CorpusError, printable
 
 STDIN = "-"
 # Karpathy 2015, "The Unreasonable Effectiveness of Recurrent Neural Networks": 1,115,394 characters.
@@ -267,7 +267,7 @@ def _list_files(source: str) -> list[Path]:
 
 def _file_part(path: Path, copies: ExitStack) -> _Part:
     # Names may hold bytes that no encoding explains, and this one is printed and stored.
-    name = os.fsencode(path.name).decode("utf-8", "replace")
+    name = printable(os.fsencode(path.name).decode("utf-8", "replace"))
     try:
         mode = path.stat().st_mode
         if stat.S_ISREG(mode):

@@ -126,11 +126,18 @@ class Trainer:
 
         Raises:
             CheckpointError: the folder cannot be written.
+            ConfigError: the model does not fit into memory.
         """
         generator = torch.Generator().manual_seed(_derived_seed(config.seed, _INIT, 0))
         # Torch's layers draw from its global generator before our values replace theirs.
-        with torch.random.fork_rng(devices=[]):
-            model = GPT(model_config, generator).to(device)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                model = GPT(model_config, generator).to(device)
+        except (RuntimeError, MemoryError):
+            raise ConfigError(
+                f"a model of n_layer={model_config.n_layer} and n_embd={model_config.n_embd} does not fit into memory:"
+                " choose smaller ones"
+            ) from None
         trainer = cls(folder, model, tokenizer, facts, train_ids, val_ids, config, extra or {})
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -193,7 +200,7 @@ class Trainer:
         """How the held-out part is used, in words."""
         share = min(1.0, self.config.eval_chars / len(self._val_ids)) if self.config.eval_chars else 1.0
         read = "all" if share == 1 else f"{share:.0%}"
-        return f"the last {len(self._val_ids):,} are held out, {read} of them read at each evaluation"
+        return f"the last {len(self._val_ids):,} are held out; each evaluation reads {read} of them"
 
     def steps(self) -> Iterator[StepReport | EvalReport]:
         """Trains to the end: a report after every update, and one after every evaluation.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from minigpt import Sampling
+from minigpt import GPT, Sampling
 from minigpt import generate as generate_ids
 from minigpt.cli import main
 from tests.cli_support import CACHE_BYTES, SMALL, Program, place, run, trained_checkpoint
@@ -138,6 +138,20 @@ def test_the_text_is_the_same_with_and_without_the_cache(prompt: str, seed: int)
     assert run(*line, "--cache").stdout == run(*line, "--no-cache").stdout
 
 
+def test_without_the_cache_none_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made(Exception):
+        pass
+
+    def new_cache(*_: object) -> None:
+        raise Made
+
+    monkeypatch.setattr(GPT, "new_cache", new_cache)
+    line = ("generate", "-p", PROMPT, "-n", "5", "-s", "1", "-q")
+    run(*line, "--no-cache")
+    with pytest.raises(Made):
+        run(*line, "--cache")
+
+
 def test_samples_and_stops_are_the_same_with_and_without_the_cache() -> None:
     line = ("generate", "-p", PROMPT, "-n", "120", "-s", "7", "-t", "1.3", "--samples", "4", "--stop", "th", "--json")
     with_cache, without = (run(*line, mode).json["texts"] for mode in ("--cache", "--no-cache"))
@@ -226,7 +240,7 @@ def test_very_many_unknown_characters_are_counted_not_listed() -> None:
 def test_skipped_characters_are_left_out_and_said() -> None:
     done = run("generate", "-p", "漢MARGIT: 字The ", "-n", "30", "-s", "1", "--skip-unknown")
     assert done.stdout == PROMPT + expected(PROMPT, 30, seed=1) + "\n"
-    for word in (repr("漢") + " at 0", repr("字") + " at 9", "2 dropped"):
+    for word in (repr("漢") + " at 0", repr("字") + " at 9", "dropped"):
         assert word in done.stderr
 
 
@@ -456,8 +470,9 @@ def test_a_reader_that_has_enough_ends_it_in_silence() -> None:
 @needs_posix
 def test_ctrl_c_ends_the_line_and_nothing_more() -> None:
     program, stdout, stderr = start()
-    # Characters come as they are written: the first of a hundred million do not wait for the rest.
-    written = ""
+    # Characters come as they are written, not in blocks of some thousand.
+    written = os.read(stdout, 1 << 16).decode()
+    assert len(written) < 2000
     while len(written) < len(PROMPT) + 100:
         written += os.read(stdout, 1 << 16).decode()
     program.interrupt()
@@ -489,7 +504,6 @@ def test_a_terminal_of_few_characters_gets_escapes_for_the_others(monkeypatch: p
     assert stdout == (prompt + expected(prompt, 80, seed=1) + "\n").replace("é", r"\xe9")
 
 
-@pytest.mark.xfail(strict=True, raises=UnicodeDecodeError, reason="typer.echo writes UTF-8 where the stream is ASCII")
 def test_an_error_on_a_terminal_of_few_characters_is_a_sentence_too(monkeypatch: pytest.MonkeyPatch) -> None:
     code, stdout, stderr = on_an_ascii_terminal(monkeypatch, "generate", "--checkpoint", "harbour", "-p", "漢")
     assert (code, stdout) == (1, "")

@@ -142,7 +142,7 @@ def test_in_float32_a_draw_in_doubt_is_decided_in_float64(
 
 @pytest.mark.parametrize(
     ("sampling", "tolerance"),
-    [(Sampling(0), 0.5), (Sampling(), 0.05), (Sampling(0.5, top_k=4, top_p=0.9, min_p=0.05), 0.05)],
+    [(Sampling(0), 0.5), (Sampling(), 0.2), (Sampling(0.5, top_k=4, top_p=0.9, min_p=0.05), 0.2)],
 )
 def test_rounding_within_the_tolerance_changes_no_id(
     sampling: Sampling, tolerance: float, single_model: GPT, monkeypatch: pytest.MonkeyPatch
@@ -157,10 +157,10 @@ def test_rounding_within_the_tolerance_changes_no_id(
     single_model.lm_head.register_forward_hook(disturb)
     # Without a referee the noise changes the text, or this test would show nothing.
     monkeypatch.setattr(generation, "LOGIT_TOLERANCE", 0.0)
-    different = sum(write(single_model, [1], 60, sampling=sampling) != expected for _ in range(5))
+    different = sum(write(single_model, [1], 60, sampling=sampling) != expected for _ in range(2))
     monkeypatch.setattr(generation, "LOGIT_TOLERANCE", tolerance)
-    same = sum(write(single_model, [1], 60, sampling=sampling) == expected for _ in range(5))
-    assert different > 0 and same == 5
+    same = sum(write(single_model, [1], 60, sampling=sampling) == expected for _ in range(2))
+    assert different > 0 and same == 2
 
 
 def test_a_clear_draw_and_a_float64_model_need_no_referee(

@@ -6,6 +6,8 @@ Only this package and ``console.py`` know typer, rich and tqdm. A command import
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from typing import Any
 
@@ -18,7 +20,7 @@ from minigpt.cli.eval import evaluate
 from minigpt.cli.generate import generate
 from minigpt.cli.info import info
 from minigpt.cli.train import train
-from minigpt.errors import MinigptError
+from minigpt.errors import MinigptError, printable
 
 
 class _Commands(TyperGroup):
@@ -28,8 +30,16 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except MinigptError as error:
-            typer.echo(f"minigpt: {error}", err=True)
+            # Names of files may hold anything: escaped, so that one error is one line and colours nothing.
+            sys.stderr.write(f"minigpt: {printable(str(error))}\n")
             raise typer.Exit(1) from None
+
+    def get_help_option(self, ctx: Any) -> Any:
+        # Typer leaves its default unset, and imports all of pydantic to find out what that means.
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.default = False
+        return option
 
 
 app = typer.Typer(
@@ -63,8 +73,11 @@ def _root(
 
 def main() -> None:
     """The entry point of ``minigpt`` and ``python -m minigpt``."""
-    # A terminal that cannot show a character gets an escape for it instead of a traceback.
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+    for name in ("stdout", "stderr"):
+        # A stream that was closed by the shell takes everything and keeps nothing.
+        stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+        setattr(sys, name, stream)
+        # A terminal that cannot show a character gets an escape for it instead of a traceback.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     app(prog_name="minigpt")

@@ -59,7 +59,7 @@ def bench(
     at = positions(config)
     try:
         # Every measurement moves the bar by one: the check, the positions, the text.
-        with console.steps_bar(len(at) + 2, 0, "measurement") as bar:
+        with console.steps_bar(len(at) + 2) as bar:
             checked = agreement(model, config.receptive_field + config.window)
             bar.update(1)
             for row in measure_positions(model, at):
@@ -96,30 +96,23 @@ def _show(
         return
     config = model.config
     console.write(
-        f"{name}: {setting['parameters']:,} parameters, {config.n_layer} layers, {config.n_head} heads,"
+        f"model    {name}\n"
+        f"         {setting['parameters']:,} parameters, {config.n_layer} layers, {config.n_head} heads,"
         f" {config.n_embd} channels, window {config.window}\n"
-        f"on {setting['machine']}, {setting['device']}, {threads} threads, {setting['dtype']},"
+        f"machine  {setting['machine']}\n"
+        f"         {setting['device']}, {threads} thread{'s' * (threads > 1)}, {setting['dtype']},"
         f" torch {setting['torch']}\n"
-        f"cache: {setting['cache_bytes_per_layer']:,} bytes a layer, {setting['cache_bytes']:,} in all, at any length\n"
+        f"cache    {setting['cache_bytes_per_layer']:,} bytes a layer, {setting['cache_bytes']:,} in all, always\n"
     )
     if checked:
         same = "the same characters" if checked.same_ids else "NOT the same characters"
         console.write(
-            f"both modes write {same} ({checked.characters:,} compared); largest logit gap {checked.logit_gap:.1e}\n"
+            f"check    both write {same} ({checked.characters:,}); largest logit gap {checked.logit_gap:.1e}\n"
         )
     if rows:
         console.write("\n")
         console.write_table(
-            [
-                "position",
-                "prefill ms",
-                "cached ms",
-                "recomputed ms",
-                "ratio",
-                "cached work",
-                "recomputed work",
-                "ratio",
-            ],
+            ["position", "prefill", "cache", "no cache", "ratio", "cache", "no cache", "ratio"],
             [
                 [
                     f"{row.position:,}",
@@ -133,17 +126,17 @@ def _show(
                 ]
                 for row in rows
             ],
-            title="one character, with that many before it; work in million multiply-adds",
+            title="One character at a position: milliseconds, and million multiply-adds",
         )
         console.write(
-            f"\nThe cache computes one position and reads at most window = {config.window} keys a layer. Recomputing"
-            f" takes\nevery position that can matter: all of them up to the receptive field, {config.receptive_field:,}"
-            " characters, the last\nso many beyond (leaving out the rest is exact).\n"
+            f"\nThe cache computes one position and reads at most window = {config.window} keys a layer.\n"
+            "Without it every position that can matter is computed: all of them up to the\n"
+            f"receptive field of {config.receptive_field:,} characters, from there on just as many as that.\n"
         )
     if text:
         console.write(
-            f"{text.characters:,} characters from one: {text.cached_s:.2f} s with the cache,"
-            f" {text.recomputed_s:.2f} s by recompute, {text.recomputed_s / text.cached_s:.1f} times as long\n"
+            f"A text of {text.characters:,} characters: {text.cached_s:.2f} s with the cache, {text.recomputed_s:.2f} s without,"
+            f" {text.recomputed_s / text.cached_s:.1f} times as long.\n"
         )
 
 

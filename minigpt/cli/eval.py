@@ -56,15 +56,13 @@ def evaluate(
     raw = text.ids
     if text.sha256 == loaded.facts.corpus_sha256 and not everything:
         raw = text.split(loaded.facts.val_fraction, loaded.model.config.block_size)[1]
-        console.note(
-            f"{text.name} is what it was trained on: only the held-out {len(raw):,} characters are read (--all)"
-        )
+        console.note(f"{text.name} is what it was trained on: only the held-out {len(raw):,} characters are read")
     ids, unknown = _translated(raw, text, loaded)
     if len(ids) < 2:
         raise CorpusError(f"{text.name} has {len(ids)} characters that the model knows, and at least 2 are needed")
 
     total, count = 0.0, 0
-    with console.steps_bar(len(ids) - 1, 0, " characters") as bar:
+    with console.steps_bar(len(ids) - 1) as bar:
         for losses in stream_losses(loaded.model, ids):
             total += float(losses.sum(dtype="float64"))
             count += len(losses)

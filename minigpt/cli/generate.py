@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,7 +23,7 @@ STDIN = "-"
 def generate(
     stdin: Annotated[
         str | None,
-        typer.Argument(metavar="[-]", help="A lone '-' reads the prompt from standard input.", show_default=False),
+        typer.Argument(metavar="-", help="A lone '-' reads the prompt from standard input.", show_default=False),
     ] = None,
     prompt: Annotated[
         str | None,
@@ -108,7 +109,7 @@ def generate(
         console.write(text)
     try:
         # Either text streams to the screen or a bar moves on it, never both.
-        with console.steps_bar(length, 0, " characters", hidden=streaming or quiet) as bar:
+        with console.steps_bar(length, hidden=streaming or quiet) as bar:
             for step in pieces:
                 characters += sum(map(len, step))
                 if streaming:
@@ -200,8 +201,11 @@ def _prompt_text(stdin: str | None, prompt: str | None, prompt_file: str | None,
     if file is None:
         return prompt or ""
     from minigpt import console
+    from minigpt.errors import PromptError
     from minigpt.sources import read_text
 
+    if file != STDIN and Path(file).is_dir():
+        raise PromptError(f"the prompt {file!r} is a folder: give a file")
     if file == STDIN and sys.stdin.isatty():
         console.note("reading the prompt from the terminal; end it with Ctrl-D")
     return "".join(read_text([file], encoding=encoding))
@@ -209,13 +213,13 @@ def _prompt_text(stdin: str | None, prompt: str | None, prompt_file: str | None,
 
 def _known_part(text: str, loaded: Checkpoint, skip_unknown: bool, note: Callable[[str], None]) -> str:
     """The text, without the characters that the model does not know if the user wants to go on without them."""
-    from minigpt.errors import UnknownCharacterError
+    from minigpt.errors import PromptError, UnknownCharacterError
 
     unknown = loaded.tokenizer.unknown(text)
     if not unknown:
         return text
     error = UnknownCharacterError(unknown)
     if not skip_unknown:
-        raise error
-    note(f"{error}: {len(unknown)} dropped from the prompt")
+        raise PromptError(f"{error}: leave them out, or use --skip-unknown") from error
+    note(f"dropped from the prompt, since {error}")
     return "".join(char for char in text if char in loaded.tokenizer)

@@ -84,7 +84,7 @@ def train(
     device: DeviceOption = "auto",
     threads: Annotated[
         int | None,
-        typer.Option("--threads", min=1, help="CPU threads. Default: one a core, or those of the run."),
+        typer.Option("--threads", min=1, help="CPU threads. Default: one a core, or the run's."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
 ) -> None:
@@ -234,25 +234,26 @@ def _run(trainer: Trainer, quiet: bool) -> None:
 
     note = console.notes(quiet)
     steps, model = trainer.config.steps, trainer.model
-    note(
-        f"{trainer.facts.corpus}: {trainer.facts.corpus_chars:,} characters, {model.config.vocab_size} different ones;"
-        f" {trainer.held_out}"
-    )
-    note(
-        f"{sum(param.numel() for param in model.parameters()):,} parameters, {steps:,} steps"
-        f"{f' (from {trainer.step:,})' if trainer.step else ''}, in {trainer.folder}"
-    )
-    report: EvalReport | None = None
-    with _StopRequest(note) as stop, console.steps_bar(steps, trainer.step, "step", hidden=quiet) as bar:
+    if trainer.step == steps:
+        note(f"this run has taken its {steps:,} steps already")
+    else:
+        facts = trainer.facts
+        note(f"{facts.corpus}: {facts.corpus_chars:,} characters, {model.config.vocab_size} different ones")
+        note(trainer.held_out)
+        resumed = f", {trainer.step:,} of them done" if trainer.step else ""
+        parameters = sum(param.numel() for param in model.parameters())
+        note(f"{parameters:,} parameters, {steps:,} steps{resumed}, in {trainer.folder}")
+    held_out = trainer.facts.val_loss
+    with _StopRequest(note) as stop, console.steps_bar(steps, trainer.step, hidden=quiet) as bar:
         for step in trainer.steps():
             if isinstance(step, EvalReport):
-                report = step
+                held_out = step.val_loss
                 note(_evaluation_line(step, steps))
                 if not bar.disable:
                     note(_sample(trainer))
             else:
-                held_out = "" if report is None else f", held-out {report.val_loss:.3f}"
-                bar.set_postfix_str(f"loss {step.loss:.3f}{held_out}, {step.chars_per_s:,.0f} characters/s", False)
+                known = "" if held_out is None else f", held-out {held_out:.3f}"
+                bar.set_postfix_str(f"loss {step.loss:.3f}{known}, {step.chars_per_s / 1e3:,.1f}k chars/s", False)
                 bar.update(1)
             if stop.signal is not None and trainer.step < steps:
                 bar.close()
@@ -266,8 +267,8 @@ def _run(trainer: Trainer, quiet: bool) -> None:
 def _evaluation_line(report: EvalReport, steps: int) -> str:
     best = ", the best so far" if report.best else ""
     return (
-        f"step {report.step:,} of {steps:,}: loss {report.train_loss:.4f}, held-out {report.val_loss:.4f} nats a"
-        f" character{best} ({report.elapsed_s:.0f} s)"
+        f"step {report.step:,} of {steps:,} ({report.elapsed_s:.0f} s): loss {report.train_loss:.4f}, held-out"
+        f" {report.val_loss:.4f}{best}"
     )
 
 
@@ -281,21 +282,22 @@ def _sample(trainer: Trainer) -> str:
     ids = generate(trainer.model, tokenizer.encode(start), SAMPLE_CHARS, sampling=Sampling(temperature=0.8))
     text = tokenizer.decode(id_ for (id_,) in ids)
     shown = "".join(char if char.isprintable() or char == "\n" else " " for char in text)
-    return "".join(f"  | {line}\n" for line in shown.strip().splitlines())
+    return "\n".join(f"  | {line[:76]}" for line in shown.strip().splitlines())
 
 
 def _summary(trainer: Trainer) -> str:
     facts = trainer.facts
     lines = [
-        f"done: {trainer.step:,} steps in {trainer.elapsed_s:.0f} s, loss {facts.train_loss:.4f}, best held-out loss"
-        f" {trainer.best_loss:.4f} nats a character (step {trainer.best_step:,})"
+        f"done: {trainer.step:,} steps in {trainer.elapsed_s:.0f} s, saved in {trainer.folder}",
+        f"loss {facts.train_loss:.4f}, held-out {trainer.best_loss:.4f} nats a character (best, step"
+        f" {trainer.best_step:,})",
     ]
     if trainer.best_step != trainer.step:
         lines.append(
-            f"the held-out loss rose again after step {trainer.best_step:,}, whose model is kept: more text,"
-            " fewer --steps, a smaller model or more --dropout would help"
+            f"the held-out loss rose again after step {trainer.best_step:,}, whose model is kept:\n"
+            "more text, fewer --steps, a smaller model or more --dropout would help"
         )
-    lines.append(f"saved in {trainer.folder}; write with it: minigpt generate --checkpoint {_quoted(trainer.folder)}")
+    lines.append(f"write with it: minigpt generate --checkpoint {_quoted(trainer.folder)}")
     return "\n".join(lines)
 
 
