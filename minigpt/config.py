@@ -123,7 +123,7 @@ PRESETS: Mapping[str, Preset] = {
     "tiny": Preset(
         about="0.8 M parameters, about a minute on two CPU cores",
         model={"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "window": 64},
-        training={"steps": 600, "batch_size": 8, "eval_every": 150},
+        training={"steps": 240, "batch_size": 8, "eval_every": 60},
     ),
     "small": Preset(
         about="3 M parameters, about ten minutes",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minigpt.errors import ConfigError
 
-# At a temperature near zero any difference of logits is decisive; more than this would overflow and say no more.
+# More would overflow at a temperature near zero, where being greedy is what counts.
 MOST_SLACK = 10.0
 
 _MASK_64 = (1 << 64) - 1
@@ -121,10 +121,7 @@ def sample_and_doubt(logits: Tensor, uniforms: Tensor, sampling: Sampling, toler
         ids, (B,), int64, and doubts, (B,), bool, both on the CPU.
     """
     if sampling.temperature == 0:
-        logits = logits.to("cpu", torch.float64)
-        ids = logits.argmax(dim=-1)
-        others = logits.scatter(-1, ids[:, None], -math.inf)
-        return ids, logits.gather(-1, ids[:, None])[:, 0] - others.amax(dim=-1) <= 2 * tolerance
+        return logits.to("cpu").argmax(dim=-1), _lead(logits) <= 2 * tolerance
     probs = probabilities(logits, sampling)
     # A ratio of two probabilities changes by a factor of at most 1 + slack, hence a cumulative probability c by at
     # most slack * c * (1 - c); near a boundary c is u.
@@ -139,9 +136,21 @@ def sample_and_doubt(logits: Tensor, uniforms: Tensor, sampling: Sampling, toler
     targets = torch.minimum(targets, torch.nextafter(total, torch.zeros_like(total)))
     drawn = torch.searchsorted(cumulative, targets, right=True)  # (B, 3)
     doubts = (drawn != drawn[:, :1]).any(dim=-1)
+    if sampling.temperature < tolerance:
+        # So cold that it is all but greedy.
+        doubts |= _lead(logits) <= 2 * tolerance
     if sampling.filters and tolerance:
         doubts |= _filters_in_doubt(logits, probs, sampling, slack)
     return drawn[:, 0], doubts
+
+
+def _lead(logits: Tensor) -> Tensor:
+    """By how much the largest logit of each row exceeds the second largest; infinity where there is only one."""
+    logits = logits.to("cpu", torch.float64)
+    if logits.shape[-1] == 1:
+        return torch.full(logits.shape[:1], math.inf, dtype=torch.float64)
+    first, second = logits.topk(2, dim=-1).values.unbind(dim=-1)
+    return first - second
 
 
 def _filters_in_doubt(logits: Tensor, probs: Tensor, sampling: Sampling, slack: float) -> Tensor:

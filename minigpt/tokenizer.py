@@ -46,8 +46,11 @@ class CharTokenizer:
         """The text of some ids.
 
         Raises:
-            IndexError: an id is not below the size of the vocabulary.
+            IndexError: an id is negative, or not below the size of the vocabulary.
         """
+        ids = list(ids)
+        if ids and min(ids) < 0:
+            raise IndexError(f"id {min(ids)} is negative")
         return "".join(self.chars[id_] for id_ in ids)
 
     def unknown(self, text: str) -> list[tuple[int, str]]:

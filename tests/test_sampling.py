@@ -409,3 +409,10 @@ def test_a_top_k_that_is_no_count_is_refused(value: Any) -> None:
 def test_settings_that_filter_nothing_are_allowed() -> None:
     assert Sampling() == Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
     assert kept(row(1, 2, -30), Sampling()) == [0, 1, 2]
+
+
+def test_a_temperature_that_is_all_but_zero_is_in_doubt_where_being_greedy_is() -> None:
+    u = torch.tensor([0.5], dtype=torch.float64)
+    for first, doubt in ((1e-6, True), (1e-3, False)):
+        logits = torch.tensor([[1.0, 1.0 - first]], dtype=torch.float64)
+        assert sample_and_doubt(logits, u, Sampling(1e-8), 2e-5)[1].item() is doubt

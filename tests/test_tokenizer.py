@@ -74,3 +74,8 @@ def test_an_id_past_the_vocabulary_is_an_error() -> None:
 def test_a_vocabulary_is_single_characters_each_once(chars: str | list[str]) -> None:
     with pytest.raises(ValueError, match="vocabulary"):
         CharTokenizer(chars)
+
+
+def test_a_negative_id_is_no_character_from_the_end() -> None:
+    with pytest.raises(IndexError):
+        CharTokenizer("abc").decode([0, -1])

@@ -135,8 +135,8 @@ def _show(
         )
     if text:
         console.write(
-            f"A text of {text.characters:,} characters: {text.cached_s:.2f} s with the cache, {text.recomputed_s:.2f} s without,"
-            f" {text.recomputed_s / text.cached_s:.1f} times as long.\n"
+            f"{text.characters:,} characters: {text.cached_s:.2f} s with the cache, {text.recomputed_s:.2f} s"
+            f" by recompute, {text.recomputed_s / text.cached_s:.1f} times as long\n"
         )
 
 

@@ -56,7 +56,8 @@ def evaluate(
     raw = text.ids
     if text.sha256 == loaded.facts.corpus_sha256 and not everything:
         raw = text.split(loaded.facts.val_fraction, loaded.model.config.block_size)[1]
-        console.note(f"{text.name} is what it was trained on: only the held-out {len(raw):,} characters are read")
+        console.note(f"it was trained on {text.name}: only the held-out {len(raw):,} characters are read")
+        console.note("(--all reads everything)")
     ids, unknown = _translated(raw, text, loaded)
     if len(ids) < 2:
         raise CorpusError(f"{text.name} has {len(ids)} characters that the model knows, and at least 2 are needed")

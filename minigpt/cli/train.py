@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # Characters of the sample that is shown at evaluations on a terminal.
 SAMPLE_CHARS = 160
 
+# What a run keeps beside the trainer's own state, so that --resume needs nothing but its name.
+_EXTRA = {"sources": list, "encoding": str, "device": str, "threads": int}
+
 _PRESETS_HELP = "; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items())
 
 
@@ -192,7 +195,9 @@ def _resume(name: str, sources: list[str], device: str, threads: int | None, qui
     checkpoint = load(folder / LAST, with_state=True)
     if checkpoint.state is None:
         raise CheckpointError(f"{checkpoint.path} holds a model but no training state to resume from")
-    extra = checkpoint.state.values["extra"]
+    extra = checkpoint.state.values.get("extra")
+    if not isinstance(extra, dict) or not all(isinstance(extra.get(name), kind) for name, kind in _EXTRA.items()):
+        raise CheckpointError(f"{checkpoint.path} does not say what it was trained on and how: train a new run")
     # The same device and number of threads, unless told otherwise: with others, sums are rounded otherwise.
     chosen_device = choose_device(extra["device"] if device == "auto" else device)
     extra |= {"device": str(chosen_device), "threads": set_threads(threads or extra["threads"])}
