@@ -128,12 +128,12 @@ PRESETS: Mapping[str, Preset] = {
     "small": Preset(
         about="3 M parameters, about ten minutes",
         model={"n_layer": 4, "n_head": 8, "n_embd": 256, "block_size": 256, "window": 64, "dropout": 0.05},
-        training={"steps": 2500, "batch_size": 8, "eval_every": 250},
+        training={"steps": 700, "batch_size": 8, "eval_every": 100},
     ),
     "base": Preset(
-        about="10 M parameters, an hour or more",
+        about="10 M parameters, about an hour",
         model={"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "window": 96, "dropout": 0.1},
-        training={"steps": 5000, "batch_size": 8, "muon_lr": 0.02, "eval_every": 500},
+        training={"steps": 1400, "batch_size": 8, "muon_lr": 0.02, "eval_every": 200},
     ),
 }
 DEFAULT_PRESET = "tiny"
