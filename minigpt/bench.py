@@ -38,9 +38,13 @@ class Agreement:
 
 @dataclass(frozen=True)
 class PositionTimes:
-    """Writing one character at a position, that is with as many characters before it; medians, milliseconds."""
+    """Taking in the character at a position (from 0) and drawing the next; medians, milliseconds.
+
+    Without the cache that is a pass over position + 1 characters, or over the receptive field.
+    """
 
     position: int
+    # Reading the characters before the position and drawing the one at it.
     prefill_ms: float
     cached_ms: float
     recomputed_ms: float
@@ -59,7 +63,7 @@ class TextTimes:
 
 
 def random_model(config: GPTConfig, seed: int = 0) -> GPT:
-    """A model whose every weight is random: speed depends on shapes alone, and zeros would make checks trivial."""
+    """A model whose every matrix is random: speed depends on shapes alone, and zeros would make checks trivial."""
     generator = torch.Generator().manual_seed(seed)
     model = GPT(config, generator)
     with torch.no_grad():
@@ -71,7 +75,7 @@ def random_model(config: GPTConfig, seed: int = 0) -> GPT:
 
 
 def work_per_character(config: GPTConfig, position: int, *, cached: bool) -> int:
-    """Multiply-adds that one character costs with ``position`` characters before it.
+    """Multiply-adds of taking in the character at a position (from 0) and drawing the next.
 
     With the cache one position goes through the matrices and attends to at most ``window`` keys: constant. By
     recompute all positions that can matter do, up to the receptive field: linear until there, constant after.
@@ -115,7 +119,6 @@ def positions(config: GPTConfig) -> list[int]:
 def measure_positions(model: GPT, at: list[int], repeats: int = REPEATS) -> Iterator[PositionTimes]:
     """Times one character at each position, the modes in turn, so that a machine that slows down slows both."""
     for position in at:
-        # The prompt leaves out the last character before the position: the step that is timed takes it in.
         cached, recomputed, prefill = [], [], []
         for _ in range(repeats + 1):
             prefill_s, step_s = _two_steps(model, position, use_cache=True)

@@ -56,7 +56,7 @@ def evaluate(
     raw = text.ids
     if text.sha256 == loaded.facts.corpus_sha256 and not everything:
         raw = text.split(loaded.facts.val_fraction, loaded.model.config.block_size)[1]
-        console.note(f"it was trained on {text.name}: only the held-out {len(raw):,} characters are read")
+        console.note(f"it learnt from {text.name}: only the held-out {len(raw):,} characters are read")
         console.note("(--all reads everything)")
     ids, unknown = _translated(raw, text, loaded)
     if len(ids) < 2:
@@ -114,7 +114,7 @@ def _show(name: str, result: dict[str, Any], unknown: dict[str, int]) -> None:
 
     console.write(
         f"{name}: {result['nats_per_char']:.4f} nats a character, {result['bits_per_char']:.4f} bits, perplexity"
-        f" {result['perplexity']:.3f}, over {result['characters']:,} characters\n"
+        f" {result['perplexity']:.3f}\nover {result['characters']:,} characters\n"
     )
     if unknown:
         most = sorted(unknown.items(), key=lambda item: -item[1])[:8]
