@@ -2,7 +2,7 @@
 
 from minigpt import generate, load
 
-checkpoint = load("checkpoints/plays/best.safetensors")
+checkpoint = load("checkpoints/demo/best.safetensors")
 prompt = checkpoint.tokenizer.encode("MARGIT:")
 for (id_,) in generate(checkpoint.model, prompt, max_new_tokens=200, seed=1):
     print(checkpoint.tokenizer.decode([id_]), end="", flush=True)

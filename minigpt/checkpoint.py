@@ -40,7 +40,7 @@ _KINDS: Mapping[Any, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Facts:
-    """Where the weights of a checkpoint come from; for people, nothing is computed from it but the start character."""
+    """Where the weights of a checkpoint come from: for people, and to know the text and its held-out part again."""
 
     corpus: str
     corpus_sha256: str
@@ -168,7 +168,7 @@ def _read(path: Path, file: Any, device: torch.device | str, with_state: bool) -
     _require_shapes(path, found, {"wte.weight": (config.vocab_size, config.n_embd)})
     _require_shapes(path, found, {"blocks.0.mlp.gate_up.weight": (2 * config.n_inner, config.n_embd)})
     # Not on the meta device, where drawing the weights would import two seconds of torch.
-    model = GPT(config)
+    model = GPT(config, torch.Generator())
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     _require_shapes(path, found, expected | {name: None for name in found if name not in expected})
     # A copy, since a mapped file may be replaced or removed while the model lives.

@@ -1,6 +1,6 @@
 """Settings: the shape of a model, how it is trained, and the presets that name good pairs of both.
 
-Owns every default. Standard library only, so that ``--help`` can show the defaults without importing torch.
+Owns the defaults of both. Standard library only, so that ``--help`` can name the presets without importing torch.
 """
 
 from __future__ import annotations

@@ -81,7 +81,11 @@ class Corpus:
         if len(train) < block_size + 1 or len(val) < 2:
             # The smallest N with floor(N (1 - f)) > block_size, and with ceil(N f) > 1.
             needed = max(-int(-(block_size + 1) // (1 - held_out)), int(1 / held_out) + 1)
-            smaller = "a smaller --block-size or --val-fraction" if len(val) >= 2 else "a larger --val-fraction"
+            smaller = (
+                "a smaller --block-size (and --window) or --val-fraction"
+                if len(val) >= 2
+                else "a larger --val-fraction"
+            )
             raise CorpusError(
                 f"{self.name} has {len(self.ids):,} characters, and --block-size {block_size} with --val-fraction"
                 f" {val_fraction} needs at least {needed:,}: use more text, or {smaller}"

@@ -93,8 +93,9 @@ def prefill(model: GPT, prompt: Tensor, kv_cache: KVCache) -> Tensor:
 class _Referee:
     """Draws ids, and decides in float64 where the rounding of float32 could decide.
 
-    One character in several thousand is that close. Without a referee about one in a million would differ between two
-    ways of computing the same logits: with the cache and without, alone and in a batch, on one machine and another.
+    One character in a few thousand is that close at temperature 0.8, more where it is colder. Without a referee about
+    one in a million would differ between two ways of computing the same logits: with the cache and without, alone and
+    in a batch, on one machine and another.
     """
 
     def __init__(self, model: GPT) -> None:

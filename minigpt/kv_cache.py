@@ -32,6 +32,7 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        self._config = config
         self.window = config.window
         shape = (config.n_layer, batch_size, config.n_head, config.window, config.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
@@ -87,10 +88,10 @@ class KVCache:
         """
         if self.keys.shape[1] != 1:
             raise ValueError(f"only a cache of one text can be repeated, not one of {self.keys.shape[1]}")
-        copy = KVCache.__new__(KVCache)
-        copy.window, copy.length = self.window, self.length
-        copy.keys = self.keys.repeat_interleave(n, dim=1)
-        copy.values = self.values.repeat_interleave(n, dim=1)
+        copy = KVCache(self._config, n, dtype=self.keys.dtype, device=self.keys.device)
+        copy.length = self.length
+        copy.keys.copy_(self.keys.expand_as(copy.keys))
+        copy.values.copy_(self.values.expand_as(copy.values))
         return copy
 
     def _slots(self, start: int, stop: int) -> Tensor:

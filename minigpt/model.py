@@ -92,6 +92,8 @@ def rotary_angles(
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns each pair (x_i, x_{i + D/2}) of the last axis by its angle, so that q . k depends on distance alone.
 
+    RoFormer pairs neighbours instead of halves; only the order of channels differs. Halves are what Llama and Qwen do.
+
     Args:
         x: (B, H, T, D).
         cos, sin: (T, D / 2), of `rotary_angles`.
@@ -242,8 +244,8 @@ class GPT(nn.Module):
                 bound = 1 / math.sqrt(module.in_features)
                 module.weight.uniform_(-bound, bound, generator=generator)
         self.wte.weight.normal_(generator=generator)
-        # Every layer starts as the identity and every prediction as uniform: what is added is learnt, and the first
-        # steps need no small rates (Yang et al. 2021, "Tensor Programs V", appendix D.2, for the output layer).
+        # Every layer starts as the identity and every prediction as uniform, so all that is added is learnt (Yang et
+        # al. 2021, "Tensor Programs V", appendix D.2, for the output layer).
         for block in self.blocks:
             block.attn.proj.weight.zero_()
             block.mlp.down.weight.zero_()

@@ -66,7 +66,7 @@ def find_checkpoint(name: str | None = None) -> Path:
         name = names[0]
     elif _is_file(Path(name)):
         return Path(name)
-    for folder in (run_folder(name), Path(name)):
+    for folder in _folders(name):
         if is_run(folder):
             return folder / BEST if (folder / BEST).is_file() else folder / LAST
     raise CheckpointError(f"there is no run or checkpoint {name!r}: {_known_runs()}")
@@ -78,10 +78,15 @@ def find_run(name: str) -> Path:
     Raises:
         CheckpointError: there is none; the message lists the runs there are.
     """
-    for folder in (run_folder(name), Path(name)):
+    for folder in _folders(name):
         if _is_file(folder / LAST):
             return folder
     raise CheckpointError(f"there is no run {name!r} to resume: {_known_runs()}")
+
+
+def _folders(name: str) -> list[Path]:
+    """Where a run of that name may be: under ``checkpoints/``, or a folder of its own, the working directory too."""
+    return [Path(name)] if name in (".", "..") else [run_folder(name), Path(name)]
 
 
 def _is_file(path: Path) -> bool:

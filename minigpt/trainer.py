@@ -286,8 +286,8 @@ class Trainer:
     def _require_finite(self, what: str, value: float) -> None:
         if not math.isfinite(value):
             raise TrainingError(
-                f"the {what} after {self.step:,} steps is {value}, so nothing was updated or saved with it: resume"
-                f" {self.folder}, or train again with lower --muon-lr and --adamw-lr or a longer --warmup-steps"
+                f"the {what} after {self.step:,} steps is {value}; {self.folder} is as it was saved before: train again"
+                " with lower --muon-lr and --adamw-lr or a longer --warmup-steps"
             )
 
     def _facts_now(self) -> Facts:
@@ -303,6 +303,12 @@ class Trainer:
     def _tidy_folder(self) -> None:
         """Removes what is not of this run, up to this step: a best model and log lines of a run that was replaced,
         and log lines that were written after the last save by a run that was killed."""
+        try:
+            self._tidy()
+        except OSError as error:
+            raise CheckpointError(f"cannot tidy the run folder {self.folder}: {error.strerror or error}") from None
+
+    def _tidy(self) -> None:
         if self.best_loss is None:
             (self.folder / BEST).unlink(missing_ok=True)
         log = self.folder / LOG

@@ -285,7 +285,7 @@ def test_eval_in_a_pipe_is_plain_text() -> None:
     assert f"{told['characters']:,} characters" in done.stdout
     for band in told["by_position"]:
         assert re.search(
-            rf"^{band['from']} to {band['to'] - 1} +{band['nats_per_char']:.4f}$", done.stdout, re.MULTILINE
+            rf"^{band['from'] + 1} to {band['to']} +{band['nats_per_char']:.4f}$", done.stdout, re.MULTILINE
         )
     assert done.stderr == ""
 

@@ -68,7 +68,7 @@ def test_a_name_with_a_separator_is_a_path(name: str) -> None:
 @pytest.mark.parametrize("name", ["", " ", "\t\n", ".", "..", "\0", "a\0b"])
 def test_what_means_no_folder_of_its_own_is_not_a_name(name: str) -> None:
     for look in (run_folder, find_run, find_checkpoint):
-        with pytest.raises(CheckpointError, match="not a name for a run") as caught:
+        with pytest.raises(CheckpointError, match=r"not a name for a run|there is no run") as caught:
             look(name)
         assert repr(name) in str(caught.value)
 
@@ -242,3 +242,10 @@ def test_a_run_without_a_last_checkpoint_cannot_be_resumed() -> None:
         find_run("none")
     with pytest.raises(CheckpointError, match="to resume"):
         find_run(f"checkpoints/other/{LAST}")
+
+
+def test_the_working_directory_may_be_a_run_folder_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run("plays", "last.safetensors", "best.safetensors")
+    monkeypatch.chdir(folder)
+    assert find_checkpoint(".") == Path("best.safetensors")
+    assert find_run(".") == Path()

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # How far the table of positions reaches, in block sizes.
 BLOCKS = 10
 
+TRANSLATED_AT_ONCE = 1 << 20
+
 
 def evaluate(
     corpus: Annotated[
@@ -90,11 +92,17 @@ def _translated(ids: Ids, text: Corpus, loaded: Checkpoint) -> tuple[Ids, dict[s
     known = np.array([char in loaded.tokenizer for char in text.tokenizer.chars])
     target = np.zeros(len(known), dtype=np.min_scalar_type(len(loaded.tokenizer)))
     target[known] = loaded.tokenizer.encode("".join(char for char in text.tokenizer.chars if char in loaded.tokenizer))
-    counts = np.bincount(ids, minlength=len(known))
+    counts = np.zeros(len(known), dtype=np.int64)
+    pieces = []
+    # In pieces, since a count or a lookup of all of a long text at once would take many times its memory.
+    for start in range(0, len(ids), TRANSLATED_AT_ONCE):
+        piece = ids[start : start + TRANSLATED_AT_ONCE]
+        counts += np.bincount(piece, minlength=len(known))
+        pieces.append(target[piece[known[piece]]])
     unknown = {
         char: int(n) for char, n, is_known in zip(text.tokenizer.chars, counts, known, strict=True) if not is_known
     }
-    return target[ids[known[ids]]], {char: n for char, n in unknown.items() if n}
+    return np.concatenate(pieces), {char: n for char, n in unknown.items() if n}
 
 
 def _by_position(loaded: Checkpoint, ids: Ids) -> list[dict[str, Any]]:
@@ -126,5 +134,5 @@ def _show(name: str, result: dict[str, Any], unknown: dict[str, int]) -> None:
     console.write("\n")
     console.write_table(
         ["characters before", "nats a character"],
-        [[f"{band['from']:,} to {band['to'] - 1:,}", f"{band['nats_per_char']:.4f}"] for band in result["by_position"]],
+        [[f"{band['from'] + 1:,} to {band['to']:,}", f"{band['nats_per_char']:.4f}"] for band in result["by_position"]],
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -204,7 +204,7 @@ def _prompt_text(stdin: str | None, prompt: str | None, prompt_file: str | None,
     from minigpt.errors import PromptError
     from minigpt.sources import read_text
 
-    if file != STDIN and Path(file).is_dir():
+    if file != STDIN and os.path.isdir(file):  # noqa: PTH112  (Path.is_dir raises for names that are too long)
         raise PromptError(f"the prompt {file!r} is a folder: give a file")
     if file == STDIN and sys.stdin.isatty():
         console.note("reading the prompt from the terminal; end it with Ctrl-D")

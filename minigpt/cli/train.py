@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,9 @@ import typer
 
 from minigpt.cli.options import DeviceOption
 from minigpt.config import DEFAULT_PRESET, PRESETS, GPTConfig, TrainConfig, find_preset
+
+# The source that cannot be read twice.
+STDIN = "-"
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -49,7 +53,7 @@ def train(
     ] = None,
     sha256: Annotated[
         str | None,
-        typer.Option("--sha256", help="Refuse a downloaded text with another digest than this."),
+        typer.Option("--sha256", help="Refuse a text whose bytes have another digest than this."),
     ] = None,
     out: Annotated[
         str | None,
@@ -201,6 +205,10 @@ def _resume(name: str, sources: list[str], device: str, threads: int | None, qui
     # The same device and number of threads, unless told otherwise: with others, sums are rounded otherwise.
     chosen_device = choose_device(extra["device"] if device == "auto" else device)
     extra |= {"device": str(chosen_device), "threads": set_threads(threads or extra["threads"])}
+    if STDIN in extra["sources"] and not sources and sys.stdin is not None and sys.stdin.isatty():
+        raise CorpusError(
+            f"{name!r} learnt from standard input, which is gone: pipe the text in again, or name it after --resume"
+        )
     text = _load(sources or extra["sources"], extra["encoding"], None, quiet)
     facts = checkpoint.facts
     if text.sha256 != facts.corpus_sha256:
@@ -226,7 +234,7 @@ def _load(sources: list[str], encoding: str, sha256: str | None, quiet: bool) ->
 
 def _absolute(source: str) -> str:
     """The source as it can be found again from another working directory."""
-    return str(Path(source).resolve()) if Path(source).exists() else source
+    return str(Path(source).resolve()) if source != STDIN and Path(source).exists() else source
 
 
 def _slug(name: str) -> str:
