@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from minigpt.checkpoint import Checkpoint
     from minigpt.generation import StopFilter
 
-STDIN = "-"
-
 
 def generate(
     stdin: Annotated[
@@ -193,6 +191,8 @@ def _mode(cache: bool) -> str:
 
 
 def _prompt_text(stdin: str | None, prompt: str | None, prompt_file: str | None, encoding: str) -> str:
+    from minigpt.sources import STDIN
+
     if stdin not in (None, STDIN):
         raise typer.BadParameter(f"{stdin!r} is not '-': give the text with --prompt", param_hint="'[-]'")
     if sum(source is not None for source in (stdin, prompt, prompt_file)) > 1:

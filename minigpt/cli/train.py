@@ -15,9 +15,6 @@ import typer
 from minigpt.cli.options import DeviceOption
 from minigpt.config import DEFAULT_PRESET, PRESETS, GPTConfig, TrainConfig, find_preset
 
-# The source that cannot be read twice.
-STDIN = "-"
-
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -193,6 +190,7 @@ def _resume(name: str, sources: list[str], device: str, threads: int | None, qui
     from minigpt.device import choose_device, set_threads
     from minigpt.errors import CheckpointError, CorpusError
     from minigpt.runs import LAST, find_run
+    from minigpt.sources import STDIN
     from minigpt.trainer import Trainer
 
     folder = find_run(name)
@@ -234,6 +232,8 @@ def _load(sources: list[str], encoding: str, sha256: str | None, quiet: bool) ->
 
 def _absolute(source: str) -> str:
     """The source as it can be found again from another working directory."""
+    from minigpt.sources import STDIN
+
     return str(Path(source).resolve()) if source != STDIN and Path(source).exists() else source
 
 
