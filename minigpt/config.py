@@ -14,6 +14,7 @@ from minigpt.errors import ConfigError
 
 # The feed-forward width is rounded up to a multiple of this, so that matrix kernels meet no ragged edge.
 INNER_MULTIPLE = 32
+PRECISIONS = ("float32", "bfloat16")
 
 Settings = TypeVar("Settings", "GPTConfig", "TrainConfig")
 
@@ -87,6 +88,9 @@ class TrainConfig:
     # Of AdamW, for embeddings, norms and the output layer.
     adamw_lr: float = 0.005
     weight_decay: float = 0.0
+    # Share of the target that comes from what follows the same last characters elsewhere in the text (see ``ngrams``);
+    # the rest is the one character that followed here.
+    ngram_weight: float = 0.0
     warmup_steps: int = 50
     # Share of the steps, at the end, over which the rates fall linearly to zero.
     decay_fraction: float = 0.6
@@ -98,8 +102,12 @@ class TrainConfig:
     # Share of the text, at its end, that is held out.
     val_fraction: float = 0.1
     seed: int = 0
+    # What matrices are multiplied in while training: float32, or bfloat16 where the processor is faster with it.
+    precision: str = "float32"
 
     def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}")
         for name in ("steps", "batch_size", "eval_every"):
             _require_count(name, getattr(self, name))
         for name in ("warmup_steps", "eval_chars", "seed"):
@@ -107,6 +115,7 @@ class TrainConfig:
         for name in ("muon_lr", "adamw_lr", "weight_decay", "grad_clip"):
             _require_range(name, getattr(self, name), 0.0, math.inf, upper_open=True)
         _require_range("decay_fraction", self.decay_fraction, 0.0, 1.0)
+        _require_range("ngram_weight", self.ngram_weight, 0.0, 1.0)
         _require_range("val_fraction", self.val_fraction, 0.0, 1.0, lower_open=True, upper_open=True)
 
 
@@ -123,17 +132,17 @@ PRESETS: Mapping[str, Preset] = {
     "tiny": Preset(
         about="0.8 M parameters, about a minute on two CPU cores",
         model={"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "window": 64},
-        training={"steps": 240, "batch_size": 8, "eval_every": 60},
+        training={"steps": 240, "batch_size": 8, "eval_every": 60, "ngram_weight": 0.8},
     ),
     "small": Preset(
         about="3 M parameters, about ten minutes",
         model={"n_layer": 4, "n_head": 8, "n_embd": 256, "block_size": 256, "window": 64, "dropout": 0.05},
-        training={"steps": 700, "batch_size": 8, "eval_every": 100},
+        training={"steps": 700, "batch_size": 8, "eval_every": 100, "ngram_weight": 0.8},
     ),
     "base": Preset(
         about="10 M parameters, about an hour",
         model={"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "window": 96, "dropout": 0.1},
-        training={"steps": 1400, "batch_size": 8, "muon_lr": 0.02, "eval_every": 200},
+        training={"steps": 1400, "batch_size": 8, "muon_lr": 0.02, "eval_every": 200, "ngram_weight": 0.8},
     ),
 }
 DEFAULT_PRESET = "tiny"

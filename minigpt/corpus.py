@@ -122,15 +122,26 @@ def load_corpus(
         return Corpus(text.name, facts.sha256, CharTokenizer(facts.chars), ids, facts.most_frequent, facts.notes)
 
 
-def batch(ids: Ids, block_size: int, batch_size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random windows of the text and, one further, what follows each of their characters.
+@dataclass(frozen=True)
+class Batch:
+    """Random windows of a text."""
+
+    # Ids and, for each, the id that follows, (B, T), int64, on the CPU.
+    x: torch.Tensor
+    y: torch.Tensor
+    # Where the ids of y stand in the text, (B, T).
+    positions: npt.NDArray[np.int64]
+
+
+def batch(ids: Ids, block_size: int, batch_size: int, generator: torch.Generator) -> Batch:
+    """Draws windows of the text.
 
     Args:
         ids: (N,), of any integer type, N > block_size.
         generator: on the CPU; every start from 0 to N - block_size - 1 is equally likely.
 
     Returns:
-        x, y, each (batch_size, block_size), int64, on the CPU.
+        batch_size windows of block_size characters.
     """
     n_starts = len(ids) - block_size
     if n_starts < 1:
@@ -138,9 +149,9 @@ def batch(ids: Ids, block_size: int, batch_size: int, generator: torch.Generator
     # 62 random bits, for torch may draw from a smaller range with 32, and then a text of 10^9 characters would see some
     # starts 25 % more often than others. Here it is one in 10^9.
     draws = torch.randint(1 << 62, (batch_size, 1), generator=generator)
-    starts = (draws % n_starts).numpy()
-    windows = torch.from_numpy(ids[starts + np.arange(block_size + 1)].astype(np.int64))  # (B, T + 1)
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    positions = (draws % n_starts).numpy() + np.arange(block_size + 1)  # (B, T + 1)
+    windows = torch.from_numpy(ids[positions].astype(np.int64))
+    return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), positions[:, 1:])
 
 
 # Characters to ids

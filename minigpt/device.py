@@ -1,13 +1,19 @@
-"""Which device computes, and with how many threads."""
+"""Which device computes, with how many threads, and in which number format."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
+from torch import Tensor, nn
 
 from minigpt.errors import DeviceError
 
 # A hundred thousand would crash the process in OpenMP.
 MOST_THREADS = 1024
+# How much faster a number format must be to be worth its casts.
+MARGIN = 1.3
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -41,6 +47,40 @@ def set_threads(threads: int | None) -> int:
             raise DeviceError(f"--threads {threads} is more than any machine has cores: use at most {MOST_THREADS}")
         torch.set_num_threads(threads)
     return torch.get_num_threads()
+
+
+def fastest_precision(device: torch.device) -> str:
+    """The number format in which the device multiplies matrices fastest: "float32" or "bfloat16".
+
+    On GPUs it is known. Processors differ: with instructions for bfloat16 they are faster in it, without them ten times
+    slower, so both are tried for a moment.
+    """
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
+    if device.type != "cpu":
+        return "float32"
+    times = {name: _multiplication_s(getattr(torch, name)) for name in ("float32", "bfloat16")}
+    # Casts to and fro cost something too.
+    return "bfloat16" if times["bfloat16"] * MARGIN < times["float32"] else "float32"
+
+
+def compiled(model: nn.Module, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """The model's forward pass as training calls it, with the same shapes each time.
+
+    On CUDA it is compiled into few kernels; on CPUs a compiled step took longer than one of `kernels`.
+    """
+    return torch.compile(model) if device.type == "cuda" else model
+
+
+def _multiplication_s(dtype: torch.dtype) -> float:
+    """Seconds of a matrix product of a training step's size, the fastest of a few."""
+    a, b = torch.ones(1024, 256, dtype=dtype), torch.ones(256, 512, dtype=dtype)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        a @ b
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 def _index(device: torch.device) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from minigpt import kernels
 from minigpt.config import GPTConfig
 from minigpt.kv_cache import KVCache
 
@@ -52,8 +53,24 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
     return scores.softmax(dim=-1) @ v
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The same function as `attention` in one kernel that never stores the scores; same arguments."""
+def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """The same function as `attention` for the last T of S positions, each of which reads the window that ends with it.
+
+    Args:
+        q: queries, (B, H, T, D).
+        k, v: keys and values, (B, H, S, D), of the positions up to the last query's. For a single query no more than
+            those it may read, in any order.
+        window: keys that a query may read, its own position's included.
+
+    Returns:
+        (B, H, T, D).
+    """
+    T, S = q.shape[2], k.shape[2]
+    if T == 1:
+        return functional.scaled_dot_product_attention(q, k, v)
+    if q.is_cpu:
+        return kernels.banded_attention(q, k, v, window)
+    mask = sliding_window_mask(T, S, window, q.device)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
@@ -102,6 +119,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
+def norm_rotate(norm: RMSNorm, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries or keys as scores take them: normed, then turned by their positions.
+
+    Args:
+        x: (B, T, H, D).
+        cos, sin: (T, D / 2), of `rotary_angles`.
+
+    Returns:
+        (B, H, T, D).
+    """
+    if _trains_on_cpu(x):
+        return kernels.norm_rotate(x, norm.weight, cos, sin, NORM_EPS)
+    return rotate(norm(x).transpose(1, 2), cos, sin)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, of both side by side, (..., 2 F) to (..., F) (Shazeer 2020, "GLU Variants", section 2)."""
+    if _trains_on_cpu(gate_up):
+        return kernels.swiglu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def _trains_on_cpu(x: Tensor) -> bool:
+    """Whether the kernels with gradients of their own pay."""
+    return x.is_cpu and torch.is_grad_enabled()
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Switches dropout off for a while. Not to be held over a ``yield``, where others may switch the model too."""
@@ -115,36 +160,48 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             model.train()
 
 
+class RMSNorm(nn.RMSNorm):
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis (Zhang and Sennrich 2019, equation 4)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, eps=NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _trains_on_cpu(x):
+            return kernels.rms_norm(x, self.weight, NORM_EPS)
+        return super().forward(x)
+
+
 class SelfAttention(nn.Module):
     """Every position asks (query), offers (key) and tells (value); it gathers what the positions it may see tell."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.n_head = config.n_head
+        self.window = config.window
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         # A norm on queries and keys bounds the scores, which large Muon steps would let grow without end
         # (Henry et al. 2020, "Query-Key Normalization for Transformers").
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=NORM_EPS)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=NORM_EPS)
+        self.q_norm = RMSNorm(config.head_dim)
+        self.k_norm = RMSNorm(config.head_dim)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(
         self,
         x: Tensor,
         angles: tuple[Tensor, Tensor],
-        mask: Tensor | None,
         layer: int,
         kv_cache: KVCache | None,
     ) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(dim=2)  # (B, T, H, D)
-        q = rotate(self.q_norm(q).transpose(1, 2), *angles)  # (B, H, T, D)
-        k = rotate(self.k_norm(k).transpose(1, 2), *angles)  # (B, H, T, D)
+        q = norm_rotate(self.q_norm, q, *angles)  # (B, H, T, D)
+        k = norm_rotate(self.k_norm, k, *angles)  # (B, H, T, D)
         v = v.transpose(1, 2)  # (B, H, T, D)
         if kv_cache is not None:
             k, v = kv_cache.extend(layer, k, v)  # (B, H, S, D)
-        y = fused_attention(q, k, v, mask).transpose(1, 2).reshape(B, T, C)
+        y = window_attention(q, k, v, self.window).transpose(1, 2).reshape(B, T, C)
         return functional.dropout(self.proj(y), self.dropout, self.training)
 
 
@@ -158,8 +215,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.n_inner, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B, T, F)
-        return functional.dropout(self.down(functional.silu(gate) * up), self.dropout, self.training)
+        return functional.dropout(self.down(swiglu(self.gate_up(x))), self.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -167,20 +223,19 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.norm_1 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
+        self.norm_1 = RMSNorm(config.n_embd)
         self.attn = SelfAttention(config)
-        self.norm_2 = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
+        self.norm_2 = RMSNorm(config.n_embd)
         self.mlp = MLP(config)
 
     def forward(
         self,
         x: Tensor,
         angles: tuple[Tensor, Tensor],
-        mask: Tensor | None,
         layer: int,
         kv_cache: KVCache | None,
     ) -> Tensor:
-        x = x + self.attn(self.norm_1(x), angles, mask, layer, kv_cache)
+        x = x + self.attn(self.norm_1(x), angles, layer, kv_cache)
         x = x + self.mlp(self.norm_2(x))
         return x
 
@@ -199,7 +254,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         # A ModuleList, told to the type checker as what it holds.
         self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(config) for _ in range(config.n_layer)))
-        self.norm_f = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
+        self.norm_f = RMSNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self._initialise(generator)
 
@@ -219,13 +274,8 @@ class GPT(nn.Module):
         x = self.wte(idx)  # (B, T, C)
         start = kv_cache.length if kv_cache is not None else 0
         angles = rotary_angles(start, T, self.config.head_dim, x.dtype, x.device)
-        # A single new position may read every key that it is handed.
-        mask = None
-        if T > 1:
-            S = T + min(start, self.config.window - 1)
-            mask = sliding_window_mask(T, S, self.config.window, x.device)
         for layer, block in enumerate(self.blocks):
-            x = block(x, angles, mask, layer, kv_cache)
+            x = block(x, angles, layer, kv_cache)
         if kv_cache is not None:
             kv_cache.advance(T)
         logits: Tensor = self.lm_head(self.norm_f(x))  # (B, T, V)

@@ -16,14 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from minigpt.atomic import replacing
 from minigpt.checkpoint import Checkpoint, Facts, TrainingState, save_checkpoint
 from minigpt.config import GPTConfig, TrainConfig, settings_from_json, settings_to_json
 from minigpt.corpus import Ids, batch
+from minigpt.device import compiled
 from minigpt.errors import CheckpointError, ConfigError, TrainingError
-from minigpt.evaluation import cross_entropy, window_loss
+from minigpt.evaluation import window_loss
 from minigpt.model import GPT
+from minigpt.ngrams import MAX_ORDER, MOST_CHARS, NGrams
 from minigpt.optim import Optimizer, learning_rate_factor
 from minigpt.runs import BEST, LAST, LOG
 from minigpt.tokenizer import CharTokenizer
@@ -98,6 +102,10 @@ class Trainer:
         self._val_ids = val_ids
         self._extra = extra
         self._optimizer = Optimizer(model, config)
+        self._forward = compiled(model, model.lm_head.weight.device)
+        self._ngrams = None
+        if config.ngram_weight and model.config.vocab_size <= MOST_CHARS and len(train_ids) > MAX_ORDER:
+            self._ngrams = NGrams(train_ids, model.config.vocab_size)
         # Updates done.
         self.step = 0
         self.best_loss: float | None = None
@@ -244,14 +252,20 @@ class Trainer:
         started = time.perf_counter()
         config, device = self.config, self.model.lm_head.weight.device
         generator = torch.Generator().manual_seed(_derived_seed(config.seed, _BATCH, self.step))
-        x, y = batch(self._train_ids, self.model.config.block_size, config.batch_size, generator)
+        examples = batch(self._train_ids, self.model.config.block_size, config.batch_size, generator)
+        targets = examples.y.to(device)
+        smoothed = None
+        if self._ngrams is not None:
+            smoothed = self._ngrams.distribution(examples.positions.reshape(-1)).to(device)
         # Dropout can only draw from torch's global generators; they are put back as they were.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(_derived_seed(config.seed, _DROPOUT, self.step))
-            loss = cross_entropy(self.model(x.to(device)), y.to(device))
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+                logits = self._forward(examples.x.to(device))
+        loss, objective = training_loss(logits.float(), targets, smoothed, config.ngram_weight)
         loss_value = loss.item()
         self._require_finite("loss", loss_value)
-        loss.backward()  # type: ignore[no-untyped-call]
+        objective.backward()  # type: ignore[no-untyped-call]
         grad_norm = self._optimizer.clip_gradients()
         self._require_finite("gradient norm", grad_norm)
         self._optimizer.step(self.step)
@@ -264,7 +278,7 @@ class Trainer:
         if self.step % LOG_EVERY == 0:
             recent = self._losses[-LOG_EVERY:]
             self._log(step=self.step, train_loss=sum(recent) / len(recent), lr_factor=factor, elapsed_s=self.elapsed_s)
-        return StepReport(self.step, loss_value, factor, grad_norm, x.numel() / elapsed_s)
+        return StepReport(self.step, loss_value, factor, grad_norm, examples.x.numel() / elapsed_s)
 
     def _evaluate(self) -> EvalReport:
         val_loss = window_loss(self.model, self._val_ids, self.config.eval_chars)
@@ -323,6 +337,29 @@ class Trainer:
         if kept != lines:
             with replacing(log) as file:
                 file.write("".join(kept).encode())
+
+
+def training_loss(
+    logits: Tensor, targets: Tensor, smoothed: Tensor | None, ngram_weight: float
+) -> tuple[Tensor, Tensor]:
+    """What a batch is reported by, and what its update makes smaller.
+
+    Args:
+        logits: (B, T, V).
+        targets: ids that followed, (B, T).
+        smoothed: what follows the same last characters elsewhere, (B T, V); None learns from the targets alone.
+        ngram_weight: its share.
+
+    Returns:
+        The cross-entropy with the targets, and with the mixture of targets and ``smoothed``; both are means in nats a
+        character.
+    """
+    log_probabilities = logits.flatten(0, 1).log_softmax(dim=-1)  # (B T, V)
+    loss = functional.nll_loss(log_probabilities, targets.flatten())
+    if smoothed is None:
+        return loss, loss
+    smoothed_loss = -(log_probabilities * smoothed).sum(dim=-1).mean()
+    return loss.detach(), torch.lerp(loss, smoothed_loss, ngram_weight)
 
 
 def _step(value: Any, most: int) -> int:

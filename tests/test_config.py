@@ -61,7 +61,8 @@ def test_a_training_count_that_is_no_count_is_refused_by_name(field: str, value:
 
 @pytest.mark.parametrize("field", TRAINING_COUNTS_FROM_ZERO)
 def test_some_training_counts_may_be_zero_but_not_less(field: str) -> None:
-    assert getattr(replace(TRAINING, **{field: 0}), field) == 0
+    values: dict[str, Any] = {field: 0}
+    assert getattr(replace(TRAINING, **values), field) == 0
     refused: list[Any] = [-1, 0.5]
     for value in refused:
         with pytest.raises(ConfigError, match=f"^{field}={value}"):
@@ -77,7 +78,23 @@ def test_a_rate_that_is_no_finite_number_from_zero_is_refused_by_name(field: str
 
 @pytest.mark.parametrize("field", TRAINING_NUMBERS_FROM_ZERO)
 def test_a_rate_may_be_zero_or_a_whole_number(field: str) -> None:
-    assert getattr(replace(TRAINING, **{field: 0}), field) == 0
+    values: dict[str, Any] = {field: 0}
+    assert getattr(replace(TRAINING, **values), field) == 0
+
+
+@pytest.mark.parametrize("value", ["float16", "", None, 32])
+def test_a_precision_that_is_none_is_refused_by_name(value: Any) -> None:
+    assert replace(TRAINING, precision="bfloat16").precision == "bfloat16"
+    with pytest.raises(ConfigError, match=f"^precision={value!r} must be one of float32, bfloat16"):
+        replace(TRAINING, precision=value)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, "0.8"])
+def test_the_share_of_counts_in_the_targets_is_from_zero_to_one(value: Any) -> None:
+    for fitting in (0, 0.5, 1.0):
+        assert replace(TRAINING, ngram_weight=fitting).ngram_weight == fitting
+    with pytest.raises(ConfigError, match=r"^ngram_weight="):
+        replace(TRAINING, ngram_weight=value)
 
 
 def test_dropout_is_from_zero_to_below_one() -> None:

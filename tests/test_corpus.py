@@ -354,20 +354,22 @@ def test_a_split_that_makes_no_sense_is_a_mistake_in_code(val_fraction: float, b
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
 def test_a_batch_is_windows_of_the_text_and_what_follows_each_character(dtype: type[np.unsignedinteger[Any]]) -> None:
     ids = np.arange(50).astype(dtype)
-    x, y = batch(ids, 8, 16, torch.Generator().manual_seed(1))
+    drawn = batch(ids, 8, 16, torch.Generator().manual_seed(1))
+    x, y = drawn.x, drawn.y
     assert x.shape == y.shape == (16, 8)
     assert x.dtype == y.dtype == torch.int64
     assert x.is_contiguous()
     assert y.is_contiguous()
     assert torch.equal(y, x + 1)
     assert torch.equal(x, x[:, :1] + torch.arange(8))
+    assert np.array_equal(ids[drawn.positions], y.numpy())
 
 
 def test_every_start_from_the_first_to_the_last_is_equally_likely() -> None:
-    x, y = batch(np.arange(12, dtype=np.uint8), 7, 20_000, torch.Generator().manual_seed(1))
-    counts = torch.bincount(x[:, 0])
+    drawn = batch(np.arange(12, dtype=np.uint8), 7, 20_000, torch.Generator().manual_seed(1))
+    counts = torch.bincount(drawn.x[:, 0])
     assert len(counts) == 5
-    assert y.max() == 11
+    assert drawn.y.max() == 11
     # Five standard deviations (57 each) of 4,000; seeded, and with another seed a false alarm once in 300,000 runs.
     assert (counts - 4000).abs().max() < 5 * 57
 
@@ -399,12 +401,12 @@ def test_the_generator_alone_decides_a_batch() -> None:
     one = batch(ids, 8, 4, torch.Generator().manual_seed(5))
     torch.manual_seed(2)
     other = batch(ids, 8, 4, torch.Generator().manual_seed(5))
-    assert torch.equal(one[0], other[0])
+    assert torch.equal(one.x, other.x)
 
 
 def test_the_only_window_of_a_short_text_is_found_and_a_shorter_text_is_a_mistake_in_code() -> None:
-    x, y = batch(np.arange(5, dtype=np.uint8), 4, 3, torch.Generator())
-    assert x.tolist() == [[0, 1, 2, 3]] * 3
-    assert y.tolist() == [[1, 2, 3, 4]] * 3
+    drawn = batch(np.arange(5, dtype=np.uint8), 4, 3, torch.Generator())
+    assert drawn.x.tolist() == [[0, 1, 2, 3]] * 3
+    assert drawn.y.tolist() == [[1, 2, 3, 4]] * 3
     with pytest.raises(ValueError, match="block_size=4"):
         batch(np.arange(4, dtype=np.uint8), 4, 3, torch.Generator())

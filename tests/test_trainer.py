@@ -306,9 +306,9 @@ def test_every_step_draws_other_examples(tmp_path: Path, monkeypatch: pytest.Mon
     drawn: list[Any] = []
 
     def spy(*args: Any) -> Any:
-        x, y = batch(*args)
-        drawn.append(x.tolist())
-        return x, y
+        examples = batch(*args)
+        drawn.append(examples.x.tolist())
+        return examples
 
     monkeypatch.setattr(trainer_module, "batch", spy)
     finish(start(tmp_path / "run"))

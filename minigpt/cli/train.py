@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,6 +77,9 @@ def train(
     muon_lr: Annotated[float | None, _field("muon_lr", "Peak learning rate of the matrices.")] = None,
     adamw_lr: Annotated[float | None, _field("adamw_lr", "Peak learning rate of everything else.")] = None,
     weight_decay: Annotated[float | None, _field("weight_decay", "Decay of the matrices, times the rate.")] = None,
+    ngram_weight: Annotated[
+        float | None, _field("ngram_weight", "Share of the targets that counts of the text smooth.")
+    ] = None,
     warmup_steps: Annotated[int | None, _field("warmup_steps", "Steps over which the rates rise.")] = None,
     decay_fraction: Annotated[float | None, _field("decay_fraction", "Share of steps over which they fall.")] = None,
     grad_clip: Annotated[float | None, _field("grad_clip", "Largest norm of the gradient; 0 is off.")] = None,
@@ -86,6 +90,9 @@ def train(
     val_fraction: Annotated[float | None, _field("val_fraction", "Share of the text, at its end, held out.")] = None,
     seed: Annotated[int | None, _field("seed", "Same seed, same model.")] = None,
     device: DeviceOption = "auto",
+    precision: Annotated[
+        str | None, _field("precision", "float32 or bfloat16. Default: the faster one on the device, by a short trial.")
+    ] = None,
     threads: Annotated[
         int | None,
         typer.Option("--threads", min=1, help="CPU threads. Default: one a core, or the run's."),
@@ -148,7 +155,7 @@ def _start(
 
     from minigpt import __version__
     from minigpt.checkpoint import Facts
-    from minigpt.device import choose_device, set_threads
+    from minigpt.device import choose_device, fastest_precision, set_threads
     from minigpt.errors import CheckpointError
     from minigpt.runs import free_name, is_run, run_folder
     from minigpt.trainer import Trainer
@@ -174,6 +181,8 @@ def _start(
         minigpt_version=__version__,
         torch_version=torch.__version__,
     )
+    if "precision" not in train_fields:
+        config = replace(config, precision=fastest_precision(chosen_device))
     extra = {
         "sources": [_absolute(source) for source in sources],
         "encoding": encoding,
