@@ -48,15 +48,26 @@ class NGrams:
             self._stride, self._length = self._stride // CHUNKS, MOST_COUNTED // CHUNKS
         starts = np.arange(MAX_ORDER, len(ids) - self._length + 1, self._stride)
         positions = (starts[:, None] + np.arange(self._length)).reshape(-1)
+        targets = ids[positions].astype(np.int64)
+        # What is kept of a count of 0, 1, 2 ... after its discount. It grows, so the count can be told from it.
+        self._kept_of = _kept(torch.arange(len(positions) + 1, dtype=torch.float32))
+        # One a context length.
         self._tables: list[_Table] = []
+        # The empty context, before every position.
+        n_rows, row_of = 1, torch.zeros(1, dtype=torch.int32)
+        rows: npt.NDArray[np.int64] = np.zeros(len(positions), np.int64)
         for order in range(MAX_ORDER + 1):
-            contexts, rows = np.unique(self._contexts(positions, order), return_inverse=True)
-            if (len(contexts) + 1) * vocab_size > MOST_CELLS:
-                break
-            cells, times = np.unique(rows.reshape(-1) * vocab_size + ids[positions], return_counts=True)
-            counts = np.zeros((len(contexts) + 1, vocab_size), np.float32)
-            counts.reshape(-1)[cells] = times
-            self._tables.append(_Table(torch.from_numpy(contexts), torch.from_numpy(counts)))
+            if order:
+                numbers = self._numbers(positions, order, rows)
+                occurs = np.zeros((n_rows + 1) * vocab_size, np.bool_)
+                occurs[numbers] = True
+                n_rows = int(occurs.sum())
+                if (n_rows + 1) * vocab_size > MOST_CELLS:
+                    break
+                row_of = torch.from_numpy(np.where(occurs, occurs.cumsum(dtype=np.int32) - 1, np.int32(n_rows)))
+                rows = row_of.numpy()[numbers].astype(np.int64)
+            counts = np.bincount(rows * vocab_size + targets, minlength=(n_rows + 1) * vocab_size)
+            self._tables.append(_Table(row_of, torch.from_numpy(counts).view(-1, vocab_size), self._kept_of))
 
     def distribution(self, positions: npt.NDArray[np.int64]) -> Tensor:
         """What may stand at positions of the text, judged by all other places in it.
@@ -69,49 +80,51 @@ class NGrams:
         Returns:
             Probabilities, (N, V), float32; every row sums to 1.
         """
-        rows = torch.arange(len(positions))
+        each = torch.arange(len(positions))
         targets = torch.from_numpy(self._ids[positions].astype(np.int64))
         offsets = positions - MAX_ORDER
-        counted = torch.from_numpy(((offsets >= 0) & (offsets % self._stride < self._length)).astype(np.float32))
+        counted = torch.from_numpy(((offsets >= 0) & (offsets % self._stride < self._length)).astype(np.int64))
         probabilities = torch.full((len(positions), self._vocab_size), 1 / self._vocab_size)
+        rows = torch.zeros(len(positions), dtype=torch.int64)
         for order, table in enumerate(self._tables):
-            found = table.rows(torch.from_numpy(self._contexts(positions, order)))
-            kept, total, left = table.kept[found], table.total[found], table.left[found]
-            own = table.counts[found, targets]
+            if order:
+                numbers = self._numbers(positions, order, rows.numpy())
+                rows = table.row_of[torch.from_numpy(numbers)].long()
+            kept, total, left = table.kept[rows], table.total[rows], table.left[rows]
+            own = torch.searchsorted(self._kept_of, kept[each, targets])
             others = own - counted
-            kept[rows, targets] = others - _discount(others)
+            kept[each, targets] = self._kept_of[others]
             total -= counted
-            left += _discount(others) - _discount(own)
+            left += (others - self._kept_of[others]) - (own - self._kept_of[own])
             # A context that occurs nowhere else leaves the answer to the shorter ones.
             nowhere = total == 0
             total[nowhere], left[nowhere] = 1.0, 1.0
             probabilities.mul_(left[:, None]).add_(kept).div_(total[:, None])
         return probabilities
 
-    def _contexts(self, positions: npt.NDArray[np.int64], order: int) -> npt.NDArray[np.int64]:
-        """The ``order`` characters before each position, as one number, (N,)."""
-        numbers = np.zeros(len(positions), np.int64)
-        for back in range(order, 0, -1):
-            numbers = numbers * self._vocab_size + self._ids[np.maximum(positions - back, 0)]
-        return numbers
+    def _numbers(
+        self, positions: npt.NDArray[np.int64], order: int, rows: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """The contexts of ``order`` characters as numbers, (N,), from the rows of those of one character less."""
+        return rows * self._vocab_size + self._ids[np.maximum(positions - order, 0)]
 
 
 class _Table:
-    """What followed the contexts of one length: U rows, sorted by context, and one of zeros for all others."""
+    """What followed the contexts of one length: U rows, one a context, and one of zeros for all that do not occur.
 
-    def __init__(self, contexts: Tensor, counts: Tensor) -> None:
-        # (U,), (U + 1, V).
-        self._contexts, self.counts = contexts, counts
-        self.total = counts.sum(dim=1)
-        # The counts less their discounts, (U + 1, V), and the discounts of each row together, (U + 1,).
-        self.kept = counts - _discount(counts)
+    Args:
+        row_of: the row of every context, by its number.
+        counts: (U + 1, V).
+        kept_of: what is kept of a count.
+    """
+
+    def __init__(self, row_of: Tensor, counts: Tensor, kept_of: Tensor) -> None:
+        self.row_of = row_of
+        # What is kept of the counts, (U + 1, V), and the sums of a row's counts and of their discounts, (U + 1,).
+        self.kept = kept_of[counts]
+        self.total = counts.sum(dim=1).float()
         self.left = self.total - self.kept.sum(dim=1)
 
-    def rows(self, contexts: Tensor) -> Tensor:
-        """The row of each context, (N,)."""
-        rows = torch.searchsorted(self._contexts, contexts).clamp_(max=len(self._contexts) - 1)
-        return rows.where(self._contexts[rows] == contexts, len(self._contexts))
 
-
-def _discount(counts: Tensor) -> Tensor:
-    return DISCOUNT * counts**0.75
+def _kept(counts: Tensor) -> Tensor:
+    return counts - DISCOUNT * counts**0.75
