@@ -247,7 +247,7 @@ class Trainer:
     @property
     def planned(self) -> bool:
         """Whether ``config.steps`` is settled: a run by the clock estimates it until its rates begin to fall."""
-        return self.minutes is None or self.step >= self.config.steps or _falls(self.step, self.config)
+        return self.minutes is None or self.finished or _falls(self.step, self.config)
 
     @property
     def out_of_patience(self) -> bool:

@@ -338,7 +338,7 @@ def test_a_moment_is_one_step_with_a_word_about_the_warm_up() -> None:
 def test_a_run_by_the_clock_goes_on_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     stop_after(2, monkeypatch, "harbour.txt", *SMALL, "--minutes", "0.01", "--eval-every", "50", "--out", "a")
     done = train("--resume", "a")
-    assert "in 0.01 minutes, evaluated every 50, 2 of them done" in done.stderr
+    assert "in 0.01 minutes, 2 of them done, evaluated every 50," in done.stderr
     state = load("checkpoints/a/last.safetensors", with_state=True).state
     assert state is not None
     assert f"done: {state.values['config']['steps']:,} steps" in done.stderr

@@ -918,6 +918,20 @@ def test_a_run_of_a_moment_takes_a_step_at_least(
     assert trainer.step == trainer.best_step == trainer.config.steps == steps
 
 
+def test_a_run_by_the_clock_that_lost_patience_stays_as_it_is(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = start(tmp_path / "run", IMPATIENT, minutes=1.0)
+    held_out_losses(monkeypatch, 2.0, 2.5, 2.0)
+    finish(trainer)
+    assert (trainer.step, trainer.out_of_patience) == (15, True)
+    files = files_of(tmp_path / "run")
+    again = resume(tmp_path / "run")
+    assert finish(again) == []
+    assert again.config == trainer.config
+    assert files_of(tmp_path / "run") == files
+
+
 def test_evaluations_of_a_run_by_the_clock_may_be_chosen(tmp_path: Path, clock: Clock) -> None:
     trainer = start(tmp_path / "run", minutes=0.2)
     reports = finish(trainer)

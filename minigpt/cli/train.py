@@ -164,7 +164,7 @@ def _start(
 
     import torch
 
-    from minigpt import __version__
+    from minigpt import __version__, console
     from minigpt.checkpoint import Facts
     from minigpt.device import choose_device, set_threads
     from minigpt.errors import CheckpointError
@@ -198,6 +198,8 @@ def _start(
         "device": str(chosen_device),
         "threads": set_threads(threads),
     }
+    if minutes is not None:
+        console.notes(quiet)(f"measuring how many steps fit into {minutes:g} min")
     return Trainer.start(
         folder,
         model_config,
@@ -285,8 +287,11 @@ def _run(trainer: Trainer, profile: bool, quiet: bool) -> None:
         note(trainer.held_out)
         resumed = f", {trainer.step:,} of them done" if trainer.step else ""
         parameters = sum(param.numel() for param in model.parameters())
-        note(f"{parameters:,} parameters, {_steps(trainer)} steps{_in_minutes(trainer)}{resumed}, in {trainer.folder}")
-        if trainer.minutes is not None and trainer.config.steps <= trainer.config.warmup_steps:
+        by_clock = trainer.minutes is not None
+        in_minutes = f" in {trainer.minutes:g} minute{'' if trainer.minutes == 1 else 's'}" if by_clock else ""
+        often = f", evaluated every {trainer.config.eval_every:,}" if by_clock else ""
+        note(f"{parameters:,} parameters, {_steps(trainer)} steps{in_minutes}{resumed}{often}, in {trainer.folder}")
+        if by_clock and trainer.config.steps <= trainer.config.warmup_steps:
             note(
                 f"the learning rates need {trainer.config.warmup_steps:,} steps to rise: give more --minutes, fewer"
                 " --warmup-steps or a smaller model"
@@ -323,13 +328,6 @@ def _steps(trainer: Trainer) -> str:
 
 def _count(steps: int) -> str:
     return f"{steps:,} step{'' if steps == 1 else 's'}"
-
-
-def _in_minutes(trainer: Trainer) -> str:
-    if trainer.minutes is None:
-        return ""
-    unit = "minute" if trainer.minutes == 1 else "minutes"
-    return f" in {trainer.minutes:g} {unit}, evaluated every {trainer.config.eval_every:,}"
 
 
 def _evaluation_line(report: EvalReport, steps: str) -> str:
