@@ -99,6 +99,8 @@ class TrainConfig:
     eval_every: int = 250
     # Characters of the held-out part read at each evaluation, in evenly spaced blocks; 0 reads all of it.
     eval_chars: int = 32768
+    # Evaluations in a row without a lower held-out loss that end the run; 0 never does.
+    patience: int = 0
     # Share of the text, at its end, that is held out.
     val_fraction: float = 0.1
     seed: int = 0
@@ -110,7 +112,7 @@ class TrainConfig:
             raise ConfigError(f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}")
         for name in ("steps", "batch_size", "eval_every"):
             _require_count(name, getattr(self, name))
-        for name in ("warmup_steps", "eval_chars", "seed"):
+        for name in ("warmup_steps", "eval_chars", "patience", "seed"):
             _require_count(name, getattr(self, name), least=0)
         for name in ("muon_lr", "adamw_lr", "weight_decay", "grad_clip"):
             _require_range(name, getattr(self, name), 0.0, math.inf, upper_open=True)

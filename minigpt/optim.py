@@ -115,6 +115,10 @@ class Optimizer:
         # The schedule multiplies this rate, which torch reads from its parameter group.
         self._adamw = torch.optim.AdamW(rest, lr=config.adamw_lr, betas=ADAMW_BETAS, weight_decay=0.0, fused=True)
 
+    def reschedule(self, config: TrainConfig) -> None:
+        """Follows the schedule of another number of steps from here on; nothing else of the config may differ."""
+        self._config = config
+
     def clip_gradients(self) -> float:
         """Scales the whole gradient down to norm ``grad_clip`` if it is longer; returns the norm it had."""
         limit = self._config.grad_clip or math.inf

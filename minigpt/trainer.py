@@ -1,7 +1,8 @@
 """Training: an iterator of reports that updates the weights, evaluates, saves, and resumes bit for bit.
 
 All randomness of a step is a function of the seed and the step alone, so a run has no hidden state: what is saved are
-the weights, the optimizer's averages and a few numbers. Showing and stopping are the caller's.
+the weights, the optimizer's averages and a few numbers. Only the number of steps of a run by the clock depends on
+anything else, and it is written down before the first step that depends on it. Showing and stopping are the caller's.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,10 +32,25 @@ from minigpt.model import GPT
 from minigpt.ngrams import MAX_ORDER, MOST_CHARS, NGrams
 from minigpt.optim import Optimizer, learning_rate_factor
 from minigpt.runs import BEST, LAST, LOG
+from minigpt.stopwatch import Stopwatch
 from minigpt.tokenizer import CharTokenizer
 
 # Steps between two lines of training loss in the log.
 LOG_EVERY = 10
+# Of the training part, an evaluation reads as many characters as of the held-out part, but no more than this: its mean
+# is then off by about a hundredth, which is enough to tell whether the two losses are apart.
+TRAIN_CHARS = 8192
+
+# What the time of an update and of an evaluation goes to, in order; the last of each is the caller's.
+UPDATE_PHASES = ("batch", "forward", "backward", "clipping", "optimizer", "reporting")
+EVALUATION_PHASES = ("evaluation", "saving", "showing")
+
+# A run by the clock first measures its speed on the side, for this share of its time but no longer than this.
+TRIAL_SHARE = 0.02
+TRIAL_MAX_S = 20.0
+# It evaluates about so often, unless told otherwise: fewer times where that would take more than this share of it.
+EVALUATIONS = 8
+EVALUATIONS_SHARE = 0.15
 
 # Separate streams of random numbers: drawing from one does not move another.
 _INIT, _BATCH, _DROPOUT = range(3)
@@ -59,12 +76,12 @@ class EvalReport:
     """One look at the held-out text; the run folder is up to date when it is yielded."""
 
     step: int
-    # Mean over the batches since the last evaluation; nats a character.
+    # Both measured in the same way, without dropout; nats a character.
     train_loss: float
     val_loss: float
     # Whether this is the lowest held-out loss so far.
     best: bool
-    # Seconds spent in updates since the run began, over all its sessions.
+    # Seconds since the first step, over all sessions of the run.
     elapsed_s: float
 
 
@@ -110,8 +127,15 @@ class Trainer:
         self.step = 0
         self.best_loss: float | None = None
         self.best_step: int | None = None
+        # Of the best model; None where a run of an earlier version did not measure it.
+        self.best_train_loss: float | None = None
+        # What the run is to take, where that decides on the number of steps.
+        self.minutes: float | None = None
+        # Where the time goes. Set `profiling` to let a GPU finish each phase before the next begins.
+        self.stopwatch = Stopwatch()
+        self.profiling = False
         self._evaluated_step: int | None = None
-        # Seconds spent in updates, over all sessions of the run.
+        # Seconds since the first step, over all sessions of the run.
         self.elapsed_s = 0.0
         # Of the batches since the last evaluation.
         self._losses: list[float] = []
@@ -129,13 +153,22 @@ class Trainer:
         *,
         device: torch.device | str = "cpu",
         extra: dict[str, Any] | None = None,
+        minutes: float | None = None,
+        choose_eval_every: bool = False,
     ) -> Trainer:
         """A new run, which is on disk, ready to be resumed, when this returns. What the folder held is replaced.
+
+        Args:
+            minutes: how long the run is to take from its first step on, more than 0, instead of ``config.steps``.
+                Until `planned` is true, the number of steps is an estimate.
+            choose_eval_every: evaluate a sensible number of times in these minutes, instead of ``config.eval_every``.
 
         Raises:
             CheckpointError: the folder cannot be written.
             ConfigError: the model does not fit into memory.
         """
+        if minutes is not None and not 0 < minutes < math.inf:
+            raise ValueError(f"minutes={minutes} must be a finite number, more than 0")
         generator = torch.Generator().manual_seed(_derived_seed(config.seed, _INIT, 0))
         # Torch's layers draw from its global generator before our values replace theirs.
         try:
@@ -151,6 +184,9 @@ class Trainer:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"cannot make the run folder {folder}: {error.strerror or error}") from None
+        if minutes is not None:
+            trainer.minutes = minutes
+            trainer._measure_speed(choose_eval_every)
         trainer.save()
         trainer._tidy_folder()
         return trainer
@@ -194,6 +230,12 @@ class Trainer:
             if values["evaluated_step"] is not None:
                 trainer._evaluated_step = _step(values["evaluated_step"], trainer.step)
             trainer.elapsed_s = float(values["elapsed_s"])
+            # Runs of earlier versions have none of these.
+            if values.get("best_train_loss") is not None:
+                trainer.best_train_loss = float(values["best_train_loss"])
+            if values.get("minutes") is not None:
+                trainer.minutes = float(values["minutes"])
+            trainer.stopwatch = Stopwatch(values.get("stopwatch"))
             trainer._losses = [float(loss) for loss in values["losses"]]
             if len(trainer._losses) != trainer.step - (trainer._evaluated_step or 0):
                 raise ValueError(f"it has {len(trainer._losses)} losses")
@@ -210,24 +252,49 @@ class Trainer:
         read = "all" if share == 1 else f"{share:.0%}"
         return f"the last {len(self._val_ids):,} are held out; each evaluation reads {read} of them"
 
+    @property
+    def planned(self) -> bool:
+        """Whether ``config.steps`` is settled: a run by the clock estimates it until its rates begin to fall."""
+        return self.minutes is None or self.finished or _falls(self.step, self.config)
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether the held-out loss did not improve in the last ``patience`` evaluations, which ends the run."""
+        if not self.config.patience or self._evaluated_step is None or self.best_step is None:
+            return False
+        return self._evaluated_step - self.best_step >= self.config.patience * self.config.eval_every
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is no update left to do."""
+        return self.step == self.config.steps or self.out_of_patience
+
     def steps(self) -> Iterator[StepReport | EvalReport]:
         """Trains to the end: a report after every update, and one after every evaluation.
 
         Evaluates and saves every ``eval_every`` steps and after the last one. Between two reports the caller may stop
-        and call `save`; a run that is resumed from there ends in the same bits.
+        and call `save`; a run that is resumed from there ends in the same bits. The last step is ``config.steps``, or
+        an earlier one at which the run is `out_of_patience`.
 
         Raises:
             TrainingError: a loss or gradient is not finite. The weights were not touched by it.
             CheckpointError: a file cannot be written.
         """
+        self.stopwatch.start()
+        planned = self.planned
         while True:
+            if not planned:
+                planned = self._plan()
             # Asked before the next update, not after the last one: a run may have been saved between the two.
             due = self.step == self.config.steps or (self.step > 0 and self.step % self.config.eval_every == 0)
             if due and self._evaluated_step != self.step:
                 yield self._evaluate()
-            if self.step == self.config.steps:
+                if not self.finished:
+                    self._lap("showing")
+            if self.finished:
                 return
             yield self._update()
+            self._lap("reporting")
 
     def save(self) -> None:
         """Writes the model and all that resuming needs to the run folder, in one step.
@@ -240,8 +307,11 @@ class Trainer:
             "step": self.step,
             "best_loss": self.best_loss,
             "best_step": self.best_step,
+            "best_train_loss": self.best_train_loss,
             "evaluated_step": self._evaluated_step,
             "elapsed_s": self.elapsed_s,
+            "minutes": self.minutes,
+            "stopwatch": self.stopwatch.to_json(),
             "losses": self._losses,
             "extra": self._extra,
         }
@@ -257,6 +327,7 @@ class Trainer:
         smoothed = None
         if self._ngrams is not None:
             smoothed = self._ngrams.distribution(examples.positions.reshape(-1)).to(device)
+        self._lap("batch")
         # Dropout can only draw from torch's global generators; they are put back as they were.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(_derived_seed(config.seed, _DROPOUT, self.step))
@@ -265,37 +336,106 @@ class Trainer:
         loss, objective = training_loss(logits.float(), targets, smoothed, config.ngram_weight)
         loss_value = loss.item()
         self._require_finite("loss", loss_value)
+        self._lap("forward")
         objective.backward()  # type: ignore[no-untyped-call]
+        self._lap("backward")
         grad_norm = self._optimizer.clip_gradients()
         self._require_finite("gradient norm", grad_norm)
+        self._lap("clipping")
         self._optimizer.step(self.step)
+        self._lap("optimizer")
 
         factor = learning_rate_factor(self.step, config)
         self.step += 1
         self._losses.append(loss_value)
         elapsed_s = time.perf_counter() - started
-        self.elapsed_s += elapsed_s
         if self.step % LOG_EVERY == 0:
             recent = self._losses[-LOG_EVERY:]
-            self._log(step=self.step, train_loss=sum(recent) / len(recent), lr_factor=factor, elapsed_s=self.elapsed_s)
+            self._log(step=self.step, batch_loss=sum(recent) / len(recent), lr_factor=factor, elapsed_s=self.elapsed_s)
         return StepReport(self.step, loss_value, factor, grad_norm, examples.x.numel() / elapsed_s)
 
     def _evaluate(self) -> EvalReport:
-        val_loss = window_loss(self.model, self._val_ids, self.config.eval_chars)
+        train_loss, val_loss = self._measure_losses()
         self._require_finite("held-out loss", val_loss)
-        train_loss = sum(self._losses) / len(self._losses)
+        self._require_finite("training loss", train_loss)
+        self._lap("evaluation")
         best = self.best_loss is None or val_loss < self.best_loss
         self.facts = replace(self.facts, train_loss=train_loss, val_loss=val_loss)
         self._log(step=self.step, train_loss=train_loss, val_loss=val_loss, best=best, elapsed_s=self.elapsed_s)
         # In this order a kill in between leaves a last checkpoint that is older than the best one, and resuming from
         # it comes to the same best again.
         if best:
-            self.best_loss, self.best_step = val_loss, self.step
+            self.best_loss, self.best_train_loss, self.best_step = val_loss, train_loss, self.step
             save_checkpoint(self.folder / BEST, self.model, self.tokenizer, self._facts_now())
         self._losses = []
         self._evaluated_step = self.step
         self.save()
+        self._lap("saving")
         return EvalReport(self.step, train_loss, val_loss, best, self.elapsed_s)
+
+    def _measure_losses(self) -> tuple[float, float]:
+        """Training and held-out loss; of both parts, evenly spaced windows and about as many characters."""
+        val_chars = min(self.config.eval_chars or len(self._val_ids), len(self._val_ids))
+        train_loss = window_loss(self.model, self._train_ids, min(val_chars, TRAIN_CHARS))
+        return train_loss, window_loss(self.model, self._val_ids, self.config.eval_chars)
+
+    def _lap(self, phase: str) -> None:
+        device = self.model.lm_head.weight.device
+        if self.profiling and device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.elapsed_s += self.stopwatch.lap(phase)
+
+    # Runs by the clock
+
+    def _measure_speed(self, choose_eval_every: bool) -> None:
+        """Estimates the number of steps before the first one: trains a little, evaluates, and takes it all back."""
+        assert self.minutes is not None
+        seconds = self.minutes * 60
+        weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        # The first time is slower: memory is set aside, kernels are loaded.
+        self._update()
+        self.stopwatch = Stopwatch()
+        while self.stopwatch.laps("optimizer") < 2 or self.stopwatch.seconds(*UPDATE_PHASES) < min(
+            TRIAL_SHARE * seconds, TRIAL_MAX_S
+        ):
+            # Always the first step, which is in no log.
+            self.step = 0
+            self._update()
+        self.stopwatch.start()
+        self._measure_losses()
+        self.stopwatch.lap("evaluation")
+        self.model.load_state_dict(weights)
+        self._optimizer = Optimizer(self.model, self.config)
+        self.step, self.elapsed_s, self._losses = 0, 0.0, []
+        if choose_eval_every:
+            eval_every = eval_every_for(seconds, self._update_s, self._evaluation_s)
+            self._follow(replace(self.config, eval_every=eval_every))
+        self._plan()
+
+    def _plan(self) -> bool:
+        """Estimates the number of steps that fills the time, until it is settled: then it is written down, before the
+        first step that depends on it. Returns whether it is."""
+        assert self.minutes is not None
+        if not self.planned:
+            left_s = self.minutes * 60 - self.elapsed_s
+            steps = steps_for(left_s, self.step, self._evaluated_step, self._update_s, self._evaluation_s, self.config)
+            self._follow(replace(self.config, steps=steps))
+        if self.planned:
+            self.save()
+            self._lap("saving")
+        return self.planned
+
+    def _follow(self, config: TrainConfig) -> None:
+        self.config = config
+        self._optimizer.reschedule(config)
+
+    @property
+    def _update_s(self) -> float:
+        return self.stopwatch.mean(*UPDATE_PHASES)
+
+    @property
+    def _evaluation_s(self) -> float:
+        return self.stopwatch.mean(*EVALUATION_PHASES)
 
     def _require_finite(self, what: str, value: float) -> None:
         if not math.isfinite(value):
@@ -360,6 +500,50 @@ def training_loss(
         return loss, loss
     smoothed_loss = -(log_probabilities * smoothed).sum(dim=-1).mean()
     return loss.detach(), torch.lerp(loss, smoothed_loss, ngram_weight)
+
+
+def steps_for(
+    left_s: float, step: int, evaluated_step: int | None, update_s: float, evaluation_s: float, config: TrainConfig
+) -> int:
+    """The number of steps of a run that is to end when the time left is over, after its last evaluation.
+
+    Args:
+        left_s: seconds left, of which none or fewer may be.
+        step: updates done, at rates that had not begun to fall.
+        evaluated_step: that of the last evaluation.
+        update_s, evaluation_s: what one of each takes.
+        config: for ``eval_every`` and ``decay_fraction``.
+
+    Returns:
+        At least 1, at least ``step``, and enough that the rates of no update done would have fallen.
+    """
+    done = -(-(evaluated_step or 0) // config.eval_every)
+
+    def takes_s(steps: int) -> float:
+        evaluations = -(-steps // config.eval_every) - done
+        return (steps - step) * update_s + evaluations * evaluation_s
+
+    # To the nearest step; more than these do not fit even without an evaluation.
+    most = max(0, int(left_s / update_s)) + 2
+    more = bisect_right(range(most), left_s + update_s / 2, key=lambda more: takes_s(step + more)) - 1
+    steps = max(1, step + more, step)
+    if step and config.decay_fraction < 1:
+        steps = max(steps, int((step - 1) / (1 - config.decay_fraction)))
+    # What is left to rounding.
+    while step and _falls(step - 1, replace(config, steps=steps)):
+        steps += 1
+    return steps
+
+
+def eval_every_for(seconds: float, update_s: float, evaluation_s: float) -> int:
+    """Steps between two evaluations, for about `EVALUATIONS` of them in so many seconds, or fewer if they are slow."""
+    evaluations = max(1, min(EVALUATIONS, int(EVALUATIONS_SHARE * seconds / evaluation_s)))
+    return max(1, math.ceil((seconds / evaluations - evaluation_s) / update_s))
+
+
+def _falls(step: int, config: TrainConfig) -> bool:
+    """Whether the rates at a step (from 0) are below the constant ones because the end is near."""
+    return learning_rate_factor(step, replace(config, warmup_steps=0)) < 1
 
 
 def _step(value: Any, most: int) -> int:

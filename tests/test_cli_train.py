@@ -135,6 +135,7 @@ def test_every_setting_is_an_option() -> None:
         "grad_clip": 0.55,
         "eval_every": 2,
         "eval_chars": 50,
+        "patience": 4,
         "val_fraction": 0.2,
         "seed": 9,
     }
@@ -248,6 +249,8 @@ def test_a_finished_run_says_so_and_stays_as_it_is() -> None:
     "option",
     [
         "--steps=9",
+        "--minutes=9",
+        "--patience=2",
         "--n-embd=64",
         "--dropout=0.1",
         "--muon-lr=0.1",
@@ -300,6 +303,58 @@ def test_a_text_from_standard_input_can_be_piped_in_again(monkeypatch: pytest.Mo
     assert "stdin" in run("train", "--resume", "a", code=1, stdin="another text\n" * 40).error
     train("--resume", "a", stdin=TEXT)
     assert load("checkpoints/a/last.safetensors").facts.steps == 4
+
+
+# By the clock
+
+
+def test_minutes_become_steps_and_the_run_can_be_repeated_by_them() -> None:
+    done = train("harbour.txt", *SMALL, "--minutes", "0.01", "--out", "clock")
+    pattern = r"(--steps \d+ --eval-every \d+) instead of --minutes (\S+) repeats"
+    ((options, minutes),) = re.findall(pattern, done.stderr)
+    assert minutes == "0.01"
+    assert re.search(r"about [\d,]+ steps in 0.01 minutes, evaluated every \d", done.stderr)
+    train("harbour.txt", *SMALL, *options.split(), "--out", "steps")
+    for file in ("best", "last"):
+        assert are_equal(weights_of("checkpoints/clock", file), weights_of("checkpoints/steps", file))
+    clock, steps = (load(f"checkpoints/{name}/last.safetensors", with_state=True).state for name in ("clock", "steps"))
+    assert clock is not None
+    assert steps is not None
+    assert clock.values["config"] == steps.values["config"]
+
+
+def test_evaluations_that_were_asked_for_are_kept_by_the_clock() -> None:
+    done = train("harbour.txt", *SMALL, "--minutes", "0.01", "--eval-every", "3", "--out", "a")
+    assert "evaluated every 3" in done.stderr
+    assert next(line["step"] for line in log_of("checkpoints/a") if "val_loss" in line) in (1, 2, 3)
+
+
+def test_a_moment_is_one_step_with_a_word_about_the_warm_up() -> None:
+    done = train("harbour.txt", *SMALL, "--minutes", "1e-6", "--out", "a")
+    assert "done: 1 step in" in done.stderr
+    assert re.search(r"need 5 steps to rise: .*--minutes.*--warmup-steps", done.stderr)
+
+
+def test_a_run_by_the_clock_goes_on_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_after(2, monkeypatch, "harbour.txt", *SMALL, "--minutes", "0.01", "--eval-every", "50", "--out", "a")
+    done = train("--resume", "a")
+    assert "in 0.01 minutes, 2 of them done, evaluated every 50," in done.stderr
+    state = load("checkpoints/a/last.safetensors", with_state=True).state
+    assert state is not None
+    assert f"done: {state.values['config']['steps']:,} steps" in done.stderr
+
+
+def test_minutes_and_steps_exclude_each_other() -> None:
+    usage = run("train", *QUICK, "--minutes", "1", "--out", "a", code=2).usage
+    assert "--minutes" in usage
+    assert "steps" in usage
+    assert not Path("checkpoints").exists()
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
+def test_minutes_that_are_no_time_are_refused(minutes: str) -> None:
+    assert "--minutes" in run("train", "harbour.txt", *SMALL, f"--minutes={minutes}", code=2).usage
+    assert not Path("checkpoints").exists()
 
 
 # Texts
@@ -418,8 +473,64 @@ def test_a_model_that_was_better_before_is_said_and_kept() -> None:
     best = losses.index(min(losses)) + 1
     assert best < 40
     assert f"step {best}" in done.stderr[done.stderr.index("done:") :]
-    assert "--dropout" in done.stderr
+    assert f"best model, which is kept: step {best}," in done.stderr
+    assert "last model: step 40," in done.stderr
+    assert re.search(r"overfitting.*more text.*--dropout.*--patience", done.stderr, re.DOTALL)
     assert load("checkpoints/a/best.safetensors").facts.steps == best
+
+
+def test_a_run_that_lost_patience_says_so_and_which_model_is_kept() -> None:
+    Path("turn.txt").write_text("abcd" * 200 + "dcba" * 22, encoding="utf-8")
+    line = ("turn.txt", *SMALL, "--steps", "40", "--eval-every", "1", "--patience", "3", "--out", "a")
+    done = train(*line)
+    losses = [line["val_loss"] for line in log_of("checkpoints/a") if "val_loss" in line]
+    best, last = losses.index(min(losses)) + 1, len(losses)
+    assert last == best + 3 < 40
+    assert f"stopped early, {40 - last} steps before the end: 3 evaluations in a row" in done.stderr
+    assert f"better than that of step {best}" in done.stderr
+    assert f"best model, which is kept: step {best}," in done.stderr
+    assert load("checkpoints/a/best.safetensors").facts.steps == best
+    again = train("--resume", "a")
+    assert f"has taken its {last} steps already and ran out of --patience" in again.stderr
+    assert f"stopped early, {40 - last} steps" in again.stderr
+    assert len(log_of("checkpoints/a")) == len([*losses, *range(10, last + 1, 10)])
+
+
+def test_a_model_that_could_learn_more_is_said_to() -> None:
+    done = train(*QUICK, "--out", "a")
+    assert re.search(r"underfitting.*--minutes.*--preset", done.stderr, re.DOTALL)
+    assert "overfitting" not in done.stderr
+
+
+def test_both_losses_of_the_summary_are_those_of_the_model_that_is_kept() -> None:
+    done = train("harbour.txt", *SMALL, "--steps", "6", "--eval-every", "2", "--out", "a")
+    facts = load("checkpoints/a/best.safetensors").facts
+    assert (
+        f"best and last model: step 6, loss {facts.train_loss:.4f}, held-out {facts.val_loss:.4f} nats" in done.stderr
+    )
+
+
+def test_what_the_time_went_to_is_told_when_asked() -> None:
+    done = train(*QUICK, "--profile", "--out", "a")
+    table = done.stderr[done.stderr.index("phase ") :].splitlines()
+    rows = {row.split()[0]: row.split()[1:] for row in table[1:-1]}
+    assert list(rows) == [
+        "batch",
+        "forward",
+        "backward",
+        "clipping",
+        "optimizer",
+        "reporting",
+        "evaluation",
+        "saving",
+        "showing",
+    ]
+    # Nine shares, each rounded to a tenth.
+    assert sum(float(share.rstrip("%")) for share, _ in rows.values()) == pytest.approx(100, abs=0.5)
+    assert float(rows["forward"][1]) > 0
+    assert re.fullmatch(r"the optimizer takes \d+% of an update of [\d.]+ ms", table[-1])
+    assert "phase " not in train(*QUICK, "--out", "b").stderr
+    assert train(*QUICK, "--profile", "--quiet", "--out", "c").stderr == ""
 
 
 def test_a_loss_that_is_not_finite_stops_with_advice_and_a_checkpoint() -> None:

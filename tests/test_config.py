@@ -27,7 +27,7 @@ TRAINING = TrainConfig()
 
 MODEL_COUNTS = ["vocab_size", "n_layer", "n_head", "n_embd", "block_size", "window"]
 TRAINING_COUNTS = ["steps", "batch_size", "eval_every"]
-TRAINING_COUNTS_FROM_ZERO = ["warmup_steps", "eval_chars", "seed"]
+TRAINING_COUNTS_FROM_ZERO = ["warmup_steps", "eval_chars", "patience", "seed"]
 TRAINING_NUMBERS_FROM_ZERO = ["muon_lr", "adamw_lr", "weight_decay", "grad_clip"]
 
 

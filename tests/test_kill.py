@@ -232,7 +232,7 @@ def long(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 def without_times(values: Any) -> Any:
     if isinstance(values, dict):
-        return {key: without_times(value) for key, value in values.items() if key != "elapsed_s"}
+        return {key: without_times(value) for key, value in values.items() if key not in ("elapsed_s", "stopwatch")}
     return values
 
 

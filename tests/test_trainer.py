@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -28,9 +29,18 @@ from minigpt.config import GPTConfig, TrainConfig
 from minigpt.corpus import batch
 from minigpt.errors import CheckpointError, TrainingError
 from minigpt.evaluation import window_loss
+from minigpt.optim import learning_rate_factor
 from minigpt.runs import BEST, LAST, LOG
 from minigpt.tokenizer import CharTokenizer
-from minigpt.trainer import EvalReport, StepReport, Trainer
+from minigpt.trainer import (
+    EVALUATION_PHASES,
+    UPDATE_PHASES,
+    EvalReport,
+    StepReport,
+    Trainer,
+    eval_every_for,
+    steps_for,
+)
 
 Ids = NDArray[np.unsignedinteger]
 
@@ -71,7 +81,8 @@ def weights_of(trainer: Trainer) -> dict[str, Tensor]:
 def without_times(values: Any) -> Any:
     """Everything but how long it took."""
     if isinstance(values, dict):
-        return {key: without_times(value) for key, value in values.items() if key not in ("elapsed_s", "chars_per_s")}
+        times = ("elapsed_s", "chars_per_s", "stopwatch")
+        return {key: without_times(value) for key, value in values.items() if key not in times}
     return values
 
 
@@ -167,24 +178,37 @@ def test_the_loss_of_an_evaluation_is_that_of_the_model_it_saves(reference: Refe
     assert checkpoint.facts.val_loss == report.val_loss
     assert checkpoint.facts.train_loss == report.train_loss
     assert window_loss(checkpoint.model, VAL_IDS, 40) == report.val_loss
+    # As many characters of what was learnt, measured in the same way: without dropout.
+    assert window_loss(checkpoint.model, TRAIN_IDS, 40) == report.train_loss
     # And not of all the held-out text, which would be another number.
     assert window_loss(checkpoint.model, VAL_IDS) != report.val_loss
 
 
-def test_training_losses_are_means_since_the_last_evaluation(reference: Reference) -> None:
-    losses: list[float] = []
-    for report in reference.reports:
-        if isinstance(report, StepReport):
-            losses.append(report.loss)
-        else:
-            assert report.train_loss == pytest.approx(sum(losses) / len(losses), rel=1e-12)
-            losses = []
+@pytest.mark.parametrize(("most", "eval_chars"), [(24, 40), (24, 0), (8192, 0)])
+def test_no_more_of_the_training_part_is_read_than_of_the_held_out_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, eval_chars: int
+) -> None:
+    monkeypatch.setattr(trainer_module, "TRAIN_CHARS", most)
+    trainer = start(tmp_path / "run", replace(CONFIG, eval_chars=eval_chars))
+    report = next(report for report in trainer.steps() if isinstance(report, EvalReport))
+    model = load(tmp_path / "run" / BEST).model
+    assert report.train_loss == window_loss(model, TRAIN_IDS, min(most, eval_chars or len(VAL_IDS)))
+    assert report.val_loss == window_loss(model, VAL_IDS, eval_chars)
+
+
+def test_batch_losses_in_the_log_are_means_since_the_last_evaluation(reference: Reference) -> None:
+    losses = {report.step: report.loss for report in reference.reports if isinstance(report, StepReport)}
+    found = {line["step"]: line["batch_loss"] for line in log_of(reference.folder) if "batch_loss" in line}
+    assert found == {
+        10: pytest.approx(np.mean([losses[step] for step in range(6, 11)]), rel=1e-12),
+        20: pytest.approx(np.mean([losses[step] for step in range(16, 21)]), rel=1e-12),
+    }
 
 
 def test_the_log_has_a_line_for_every_evaluation_and_every_tenth_update(reference: Reference) -> None:
     log = log_of(reference.folder)
     kinds = [(line["step"], sorted(line.keys() - {"step"})) for line in log]
-    update, evaluation = ["lr_factor", "train_loss"], ["best", "train_loss", "val_loss"]
+    update, evaluation = ["batch_loss", "lr_factor"], ["best", "train_loss", "val_loss"]
     assert kinds == [
         (5, evaluation),
         (10, update),
@@ -502,6 +526,9 @@ def test_a_state_that_lacks_a_value_is_refused(reference: Reference, name: str) 
         ("losses", 3),
         ("losses", [None]),
         ("losses", ["low"]),
+        ("best_train_loss", "low"),
+        ("minutes", "a few"),
+        ("stopwatch", {"forward": ["one", 0.5]}),
     ],
 )
 def test_a_state_with_a_wrong_value_is_refused(reference: Reference, name: str, value: Any) -> None:
@@ -514,6 +541,17 @@ def test_a_state_with_a_wrong_value_is_refused(reference: Reference, name: str, 
 )
 def test_a_state_with_a_value_that_cannot_be_is_refused(reference: Reference, name: str, value: Any) -> None:
     assert_refused(reference, lambda values, _: values.update({name: value}))
+
+
+def test_a_run_of_an_earlier_version_goes_on_to_the_same_end(tmp_path: Path, reference: Reference) -> None:
+    def change(values: dict[str, Any], _: dict[str, Tensor]) -> None:
+        for name in ("best_train_loss", "minutes", "stopwatch"):
+            del values[name]
+        del values["config"]["patience"]
+
+    folder = shutil.copytree(reference.saved[8], tmp_path / "run")
+    finish(Trainer.resume(folder, damaged(folder, change), TRAIN_IDS, VAL_IDS))
+    assert_same_run(folder, reference.folder)
 
 
 def test_a_state_without_its_tensors_is_refused(reference: Reference) -> None:
@@ -601,11 +639,16 @@ def test_weights_that_an_update_ruined_are_not_saved(tmp_path: Path, step: int) 
 # The best model
 
 
+def held_out_losses(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
+    """Makes the evaluations to come find these losses; on the training part it is half a nat less each time."""
+    left = [loss - part for loss in losses for part in (0.5, 0.0)]
+    monkeypatch.setattr(trainer_module, "window_loss", lambda *_: left.pop(0))
+
+
 def test_the_best_model_moves_only_when_the_held_out_loss_is_lower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses = iter([3.0, 2.0, 2.5, 2.0, 1.9])
-    monkeypatch.setattr(trainer_module, "window_loss", lambda *_: next(losses))
+    held_out_losses(monkeypatch, 3.0, 2.0, 2.5, 2.0, 1.9)
     trainer = start(tmp_path / "run")
     found = []
     for report in trainer.steps():
@@ -626,13 +669,292 @@ def test_the_best_model_moves_only_when_the_held_out_loss_is_lower(
 
 
 def test_a_resumed_run_remembers_its_best_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = iter([2.0, 2.5, 3.0, 2.1, 2.2])
-    monkeypatch.setattr(trainer_module, "window_loss", lambda *_: next(losses))
+    held_out_losses(monkeypatch, 2.0, 2.5, 3.0, 2.1, 2.2)
     at_step(tmp_path / "run", 10)
     again = resume(tmp_path / "run")
-    assert (again.best_loss, again.best_step) == (2.0, 5)
+    assert (again.best_loss, again.best_train_loss, again.best_step) == (2.0, 1.5, 5)
     assert not any(report.best for report in again.steps() if isinstance(report, EvalReport))
     assert load(tmp_path / "run" / BEST).facts.steps == 5
+
+
+# Patience
+
+
+IMPATIENT = replace(CONFIG, steps=40, patience=2)
+
+
+def test_a_run_ends_when_the_held_out_loss_did_not_improve_so_often_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Once is not yet enough, and as low as before is not lower.
+    held_out_losses(monkeypatch, 3.0, 3.1, 2.0, 2.5, 2.0)
+    trainer = start(tmp_path / "run", IMPATIENT)
+    reports = finish(trainer)
+    assert [report.step for report in reports if isinstance(report, EvalReport)] == [5, 10, 15, 20, 25]
+    assert (trainer.step, trainer.best_step, trainer.best_loss) == (25, 15, 2.0)
+    assert trainer.finished
+    assert trainer.out_of_patience
+    assert load(tmp_path / "run" / BEST).facts.steps == 15
+
+
+def test_a_run_that_stopped_early_has_nothing_left_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held_out_losses(monkeypatch, 2.0, 2.5, 2.0)
+    finish(start(tmp_path / "run", IMPATIENT))
+    files = files_of(tmp_path / "run")
+    again = resume(tmp_path / "run")
+    assert (again.step, again.finished, again.out_of_patience) == (15, True, True)
+    assert finish(again) == []
+    assert files_of(tmp_path / "run") == files
+
+
+@pytest.mark.parametrize("stop", range(1, 18))
+def test_patience_is_remembered_by_a_run_that_is_killed_after_any_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    losses = {5: 2.0, 10: 2.5, 15: 2.0, 20: 1.0}
+    trainer = start(tmp_path / "run", IMPATIENT)
+    monkeypatch.setattr(trainer_module, "window_loss", lambda *_: losses[trainer.step])
+    for _ in islice(trainer.steps(), stop):
+        pass
+    trainer = resume(tmp_path / "run")
+    finish(trainer)
+    assert (trainer.step, trainer.best_step) == (15, 5)
+
+
+def test_without_patience_no_loss_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held_out_losses(monkeypatch, 2.0, 3.0, 4.0, 5.0, 6.0)
+    trainer = start(tmp_path / "run")
+    finish(trainer)
+    assert (trainer.step, trainer.finished, trainer.out_of_patience) == (23, True, False)
+
+
+def test_patience_that_is_never_lost_changes_nothing(tmp_path: Path, reference: Reference) -> None:
+    assert_same_tensors(run_to_the_end(tmp_path / "run", replace(CONFIG, patience=5)), reference.weights)
+
+
+# By the clock
+
+
+@pytest.mark.parametrize(
+    ("left_s", "step", "evaluated_step", "update_s", "evaluation_s", "steps"),
+    [
+        (60.0, 0, None, 1.0, 0.0, 60),
+        # To the nearest step.
+        (3.4, 0, None, 1.0, 0.0, 3),
+        (3.6, 0, None, 1.0, 0.0, 4),
+        # Ten updates and an evaluation take 7 s: 8 times, and in what is left 4 updates and the last evaluation.
+        (60.0, 0, None, 0.5, 2.0, 84),
+        # 4 times, and then no update together with an evaluation.
+        (29.0, 40, 40, 0.5, 2.0, 80),
+        # The evaluation of step 40 is still to come.
+        (29.0, 40, 30, 0.5, 2.0, 78),
+        # No time at all, but at least a step, and what was done at full rate stays that: step 6 is among 70 % of 9.
+        (0.0, 0, None, 1.0, 9.0, 1),
+        (-5.0, 7, None, 1.0, 0.0, 9),
+    ],
+)
+def test_the_number_of_steps_fills_the_time_that_is_left(
+    left_s: float, step: int, evaluated_step: int | None, update_s: float, evaluation_s: float, steps: int
+) -> None:
+    config = TrainConfig(eval_every=10, decay_fraction=0.3)
+    assert steps_for(left_s, step, evaluated_step, update_s, evaluation_s, config) == steps
+
+
+@pytest.mark.parametrize("decay_fraction", [0.0, 0.1, 1 / 3, 0.6, 0.9, 0.99])
+@pytest.mark.parametrize("step", [1, 2, 3, 10, 49, 1000])
+def test_no_number_of_steps_changes_the_rate_of_an_update_that_was_done(step: int, decay_fraction: float) -> None:
+    config = TrainConfig(decay_fraction=decay_fraction, warmup_steps=0, eval_every=10)
+    steps = steps_for(0.0, step, None, 1.0, 1.0, config)
+    assert all(learning_rate_factor(i, replace(config, steps=steps)) == 1 for i in range(step))
+    # And it is the smallest of them.
+    assert steps == step or learning_rate_factor(step - 1, replace(config, steps=steps - 1)) < 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "update_s", "evaluation_s", "eval_every"),
+    [
+        # 8 times 7.5 s, of which half a second is the evaluation's.
+        (60.0, 0.5, 0.5, 14),
+        # An evaluation of 3 s, and 15 % of the time are 9 s.
+        (60.0, 0.5, 3.0, 34),
+        # One that takes longer than the whole run comes at its end.
+        (1.0, 0.5, 3.0, 1),
+        (0.01, 5.0, 0.1, 1),
+    ],
+)
+def test_evaluations_come_a_few_times_a_run_and_take_little_of_it(
+    seconds: float, update_s: float, evaluation_s: float, eval_every: int
+) -> None:
+    assert eval_every_for(seconds, update_s, evaluation_s) == eval_every
+
+
+class Clock:
+    """Stands still but for what is done: updates, evaluations, saves. Times are powers of two, and so without noise."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.update_s = 0.5
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(trainer_module, "batch", self._slow(batch, lambda: self.update_s))
+        monkeypatch.setattr(trainer_module, "window_loss", self._slow(window_loss, lambda: 0.25))
+        monkeypatch.setattr(trainer_module, "save_checkpoint", self._slow(save_checkpoint, lambda: 0.125))
+
+    def _slow(self, function: Callable[..., Any], seconds: Callable[[], float]) -> Callable[..., Any]:
+        def slow(*args: Any) -> Any:
+            self.now += seconds()
+            return function(*args)
+
+        return slow
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def start_by_the_clock(folder: Path, config: TrainConfig = CONFIG, minutes: float = 1.0) -> Trainer:
+    return start(folder, config, minutes=minutes, choose_eval_every=True)
+
+
+@pytest.mark.parametrize("decay_fraction", [0.0, 0.3, 0.6, 0.95, 1.0])
+@pytest.mark.parametrize("warmup_steps", [0, 4, 1000])
+def test_a_run_by_the_clock_ends_on_time(
+    tmp_path: Path, clock: Clock, decay_fraction: float, warmup_steps: int
+) -> None:
+    trainer = start_by_the_clock(
+        tmp_path / "run", replace(CONFIG, decay_fraction=decay_fraction, warmup_steps=warmup_steps)
+    )
+    began = clock.now
+    reports = finish(trainer)
+    assert clock.now - began == pytest.approx(60, rel=0.05)
+    assert trainer.elapsed_s == clock.now - began
+    assert trainer.step == trainer.config.steps > 80
+    assert 5 <= sum(isinstance(report, EvalReport) for report in reports) <= 10
+
+
+@pytest.mark.parametrize("update_s", [0.25, 1.0])
+def test_a_run_by_the_clock_ends_on_time_though_it_was_measured_wrong_at_first(
+    tmp_path: Path, clock: Clock, update_s: float
+) -> None:
+    trainer = start_by_the_clock(tmp_path / "run")
+    clock.update_s = update_s
+    finish(trainer)
+    assert trainer.elapsed_s == pytest.approx(60, rel=0.05)
+
+
+def test_what_the_caller_does_between_two_reports_takes_of_the_time(tmp_path: Path, clock: Clock) -> None:
+    trainer = start_by_the_clock(tmp_path / "run")
+    began = clock.now
+    for report in trainer.steps():
+        clock.now += 1.0 if isinstance(report, EvalReport) else 0.125
+    assert clock.now - began == pytest.approx(60, rel=0.05)
+
+
+def test_a_run_by_the_clock_is_that_of_its_number_of_steps(tmp_path: Path, clock: Clock) -> None:
+    trainer = start_by_the_clock(tmp_path / "clock")
+    finish(trainer)
+    assert trainer.config == replace(CONFIG, steps=trainer.step, eval_every=trainer.config.eval_every)
+    finish(start(tmp_path / "steps", trainer.config))
+    for name in (BEST, LAST):
+        assert_same_tensors(load_file(tmp_path / "clock" / name), load_file(tmp_path / "steps" / name))
+    assert log_of(tmp_path / "clock") == log_of(tmp_path / "steps")
+    found, expected = (metadata_of(tmp_path / name / LAST) for name in ("clock", "steps"))
+    assert found["state"].pop("minutes") == 1.0
+    assert expected["state"].pop("minutes") is None
+    assert found == expected
+
+
+def test_measuring_the_speed_leaves_no_trace(tmp_path: Path, clock: Clock) -> None:
+    trainer = start_by_the_clock(tmp_path / "clock")
+    assert clock.now > 1
+    assert (trainer.step, trainer.elapsed_s) == (0, 0.0)
+    assert_same_tensors(weights_of(trainer), weights_of(start(tmp_path / "steps")))
+    assert names_in(tmp_path / "clock") == [LAST]
+    assert next(trainer.steps()) == next(start(tmp_path / "again", trainer.config).steps())
+
+
+def test_the_number_of_steps_is_on_disk_before_the_first_step_that_depends_on_it(tmp_path: Path, clock: Clock) -> None:
+    trainer = start_by_the_clock(tmp_path / "run")
+    for report in trainer.steps():
+        if isinstance(report, StepReport) and report.step > CONFIG.warmup_steps and report.lr_factor < 1:
+            break
+    assert trainer.planned
+    # About two fifths of the time are over.
+    assert trainer.elapsed_s == pytest.approx(24, abs=2)
+    again = resume(tmp_path / "run")
+    assert again.step == trainer.step - 1
+    assert again.config == trainer.config
+    assert again.planned
+    clock.update_s = 4.0
+    finish(again)
+    assert again.step == trainer.config.steps
+
+
+@pytest.mark.parametrize("stop", [0, 3, 20, 30, 38, 50, 80])
+def test_a_run_by_the_clock_that_is_killed_still_ends_on_time(tmp_path: Path, clock: Clock, stop: int) -> None:
+    trainer = start_by_the_clock(tmp_path / "run")
+    for _ in islice(trainer.steps(), stop):
+        pass
+    # A night passes.
+    clock.now += 30_000
+    again = resume(tmp_path / "run")
+    assert again.step <= trainer.step
+    finish(again)
+    assert again.elapsed_s == pytest.approx(60, rel=0.05)
+    steps = start(tmp_path / "steps", again.config)
+    finish(steps)
+    assert_same_tensors(weights_of(again), weights_of(steps))
+    # It is finished, however much time may seem to be left.
+    assert finish(resume(tmp_path / "run")) == []
+
+
+@pytest.mark.parametrize(("minutes", "steps"), [(1e-6, 1), (0.02, 1), (0.05, 5)])
+@pytest.mark.parametrize("decay_fraction", [0.0, 0.6, 1.0])
+def test_a_run_of_a_moment_takes_a_step_at_least(
+    tmp_path: Path, clock: Clock, minutes: float, steps: int, decay_fraction: float
+) -> None:
+    trainer = start_by_the_clock(tmp_path / "run", replace(CONFIG, decay_fraction=decay_fraction), minutes)
+    finish(trainer)
+    assert trainer.step == trainer.best_step == trainer.config.steps == steps
+
+
+def test_a_run_by_the_clock_that_lost_patience_stays_as_it_is(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = start(tmp_path / "run", IMPATIENT, minutes=1.0)
+    held_out_losses(monkeypatch, 2.0, 2.5, 2.0)
+    finish(trainer)
+    assert (trainer.step, trainer.out_of_patience) == (15, True)
+    files = files_of(tmp_path / "run")
+    again = resume(tmp_path / "run")
+    assert finish(again) == []
+    assert again.config == trainer.config
+    assert files_of(tmp_path / "run") == files
+
+
+def test_evaluations_of_a_run_by_the_clock_may_be_chosen(tmp_path: Path, clock: Clock) -> None:
+    trainer = start(tmp_path / "run", minutes=0.2)
+    reports = finish(trainer)
+    assert [report.step for report in reports if isinstance(report, EvalReport)][:3] == [5, 10, 15]
+
+
+@pytest.mark.parametrize("minutes", [0.0, -1.0, math.inf, math.nan])
+def test_minutes_that_are_none_are_refused(tmp_path: Path, minutes: float) -> None:
+    with pytest.raises(ValueError, match="minutes"):
+        start(tmp_path / "run", minutes=minutes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_time_of_a_run_is_told_by_phase(tmp_path: Path, clock: Clock) -> None:
+    trainer = start(tmp_path / "run")
+    for report in trainer.steps():
+        clock.now += 2.0 if isinstance(report, EvalReport) else 1.0
+    stopwatch = resume(tmp_path / "run").stopwatch
+    assert [stopwatch.laps(phase) for phase in UPDATE_PHASES] == [23] * 6
+    assert [stopwatch.seconds(phase) for phase in UPDATE_PHASES] == [23 * 0.5, 0, 0, 0, 0, 23.0]
+    # All but the last save and what the caller did after it.
+    assert [stopwatch.laps(phase) for phase in EVALUATION_PHASES] == [5, 4, 4]
+    assert stopwatch.seconds("evaluation", "showing") == 5 * 0.5 + 4 * 2.0
 
 
 # The folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from minigpt.console import Note
     from minigpt.corpus import Corpus
+    from minigpt.stopwatch import Stopwatch
     from minigpt.trainer import EvalReport, Trainer
 
 # Characters of the sample that is shown at evaluations on a terminal.
@@ -73,6 +75,12 @@ def train(
     window: Annotated[int | None, _field("window", "Characters that attention looks back, its own included.")] = None,
     dropout: Annotated[float | None, _field("dropout", "Share of activations dropped while training.")] = None,
     steps: Annotated[int | None, _field("steps", "Updates of the weights.")] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            "--minutes", help="Take as many steps as fit into so many minutes, instead of --steps.", show_default=False
+        ),
+    ] = None,
     batch_size: Annotated[int | None, _field("batch_size", "Examples an update.")] = None,
     muon_lr: Annotated[float | None, _field("muon_lr", "Peak learning rate of the matrices.")] = None,
     adamw_lr: Annotated[float | None, _field("adamw_lr", "Peak learning rate of everything else.")] = None,
@@ -87,6 +95,9 @@ def train(
     eval_chars: Annotated[
         int | None, _field("eval_chars", "Held-out characters read at each look; 0 reads all.")
     ] = None,
+    patience: Annotated[
+        int | None, _field("patience", "Looks in a row without a lower held-out loss that end the run; 0 is off.")
+    ] = None,
     val_fraction: Annotated[float | None, _field("val_fraction", "Share of the text, at its end, held out.")] = None,
     seed: Annotated[int | None, _field("seed", "Same seed, same model.")] = None,
     device: DeviceOption = "auto",
@@ -97,6 +108,7 @@ def train(
         int | None,
         typer.Option("--threads", min=1, help="CPU threads. Default: one a core, or the run's."),
     ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Tell in the end what the time went to.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
 ) -> None:
     """Learn a text."""
@@ -107,7 +119,7 @@ def train(
         own = [
             *model_fields,
             *train_fields,
-            *(name for name in ("preset", "out", "sha256", "encoding") if name in given),
+            *(name for name in ("minutes", "preset", "out", "sha256", "encoding") if name in given),
         ]
         if force:
             own.append("force")
@@ -116,6 +128,10 @@ def train(
             raise typer.BadParameter(f"a run goes on with its own settings: leave out {option}", param_hint="--resume")
         trainer = _resume(resume, corpus or [], device, threads, quiet)
     else:
+        if minutes is not None and steps is not None:
+            raise typer.BadParameter("the minutes decide on the steps: leave out one of both", param_hint="--minutes")
+        if minutes is not None and not 0 < minutes < math.inf:
+            raise typer.BadParameter(f"{minutes:g} must be a finite number, more than 0", param_hint="--minutes")
         trainer = _start(
             corpus or [],
             encoding or "utf-8",
@@ -125,11 +141,12 @@ def train(
             preset or DEFAULT_PRESET,
             model_fields,
             train_fields,
+            minutes,
             device,
             threads,
             quiet,
         )
-    _run(trainer, quiet)
+    _run(trainer, profile, quiet)
 
 
 def _start(
@@ -141,6 +158,7 @@ def _start(
     preset_name: str,
     model_fields: dict[str, Any],
     train_fields: dict[str, Any],
+    minutes: float | None,
     device: str,
     threads: int | None,
     quiet: bool,
@@ -153,7 +171,7 @@ def _start(
 
     import torch
 
-    from minigpt import __version__
+    from minigpt import __version__, console
     from minigpt.checkpoint import Facts
     from minigpt.device import choose_device, fastest_precision, set_threads
     from minigpt.errors import CheckpointError
@@ -189,8 +207,20 @@ def _start(
         "device": str(chosen_device),
         "threads": set_threads(threads),
     }
+    if minutes is not None:
+        console.notes(quiet)(f"measuring how many steps fit into {minutes:g} min")
     return Trainer.start(
-        folder, model_config, text.tokenizer, facts, train_ids, val_ids, config, device=chosen_device, extra=extra
+        folder,
+        model_config,
+        text.tokenizer,
+        facts,
+        train_ids,
+        val_ids,
+        config,
+        device=chosen_device,
+        extra=extra,
+        minutes=minutes,
+        choose_eval_every="eval_every" not in train_fields,
     )
 
 
@@ -250,46 +280,69 @@ def _slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", Path(name).stem.lower()).strip("-")[:40] or "text"
 
 
-def _run(trainer: Trainer, quiet: bool) -> None:
+def _run(trainer: Trainer, profile: bool, quiet: bool) -> None:
     from minigpt import console
     from minigpt.trainer import EvalReport
 
     note = console.notes(quiet)
-    steps, model = trainer.config.steps, trainer.model
-    if trainer.step == steps:
-        note(f"this run has taken its {steps:,} steps already")
+    model = trainer.model
+    trainer.profiling = profile
+    if trainer.finished:
+        why = " and ran out of --patience" if trainer.step < trainer.config.steps else ""
+        note(f"this run has taken its {trainer.step:,} steps already{why}")
     else:
         facts = trainer.facts
         note(f"{facts.corpus}: {facts.corpus_chars:,} characters, {model.config.vocab_size} different ones")
         note(trainer.held_out)
         resumed = f", {trainer.step:,} of them done" if trainer.step else ""
         parameters = sum(param.numel() for param in model.parameters())
-        note(f"{parameters:,} parameters, {steps:,} steps{resumed}, in {trainer.folder}")
+        by_clock = trainer.minutes is not None
+        in_minutes = f" in {trainer.minutes:g} minute{'' if trainer.minutes == 1 else 's'}" if by_clock else ""
+        often = f", evaluated every {trainer.config.eval_every:,}" if by_clock else ""
+        note(f"{parameters:,} parameters, {_steps(trainer)} steps{in_minutes}{resumed}{often}, in {trainer.folder}")
+        if by_clock and trainer.config.steps <= trainer.config.warmup_steps:
+            note(
+                f"the learning rates need {trainer.config.warmup_steps:,} steps to rise: give more --minutes, fewer"
+                " --warmup-steps or a smaller model"
+            )
     held_out = trainer.facts.val_loss
-    with _StopRequest(note) as stop, console.steps_bar(steps, trainer.step, hidden=quiet) as bar:
+    with _StopRequest(note) as stop, console.steps_bar(trainer.config.steps, trainer.step, hidden=quiet) as bar:
         for step in trainer.steps():
             if isinstance(step, EvalReport):
                 held_out = step.val_loss
-                note(_evaluation_line(step, steps))
+                note(_evaluation_line(step, _steps(trainer)))
                 if not bar.disable:
                     note(_sample(trainer))
             else:
                 known = "" if held_out is None else f", held-out {held_out:.3f}"
                 bar.set_postfix_str(f"loss {step.loss:.3f}{known}, {step.chars_per_s / 1e3:,.1f}k chars/s", False)
+                # A run by the clock estimates how many there will be.
+                bar.total = trainer.config.steps
                 bar.update(1)
-            if stop.signal is not None and trainer.step < steps:
+            if stop.signal is not None and not trainer.finished:
                 bar.close()
                 trainer.save()
                 again = f"minigpt train --resume {_quoted(trainer.folder)}"
                 note(f"stopped and saved after step {trainer.step:,}; go on with: {again}")
                 raise typer.Exit(128 + stop.signal)
     note(_summary(trainer))
+    if profile:
+        note(_profile(trainer.stopwatch))
 
 
-def _evaluation_line(report: EvalReport, steps: int) -> str:
+def _steps(trainer: Trainer) -> str:
+    """How many steps the run takes, as far as that is known."""
+    return f"{'' if trainer.planned else 'about '}{trainer.config.steps:,}"
+
+
+def _count(steps: int) -> str:
+    return f"{steps:,} step{'' if steps == 1 else 's'}"
+
+
+def _evaluation_line(report: EvalReport, steps: str) -> str:
     best = ", the best so far" if report.best else ""
     return (
-        f"step {report.step:,} of {steps:,} ({report.elapsed_s:.0f} s): loss {report.train_loss:.4f}, held-out"
+        f"step {report.step:,} of {steps} ({report.elapsed_s:.0f} s): loss {report.train_loss:.4f}, held-out"
         f" {report.val_loss:.4f}{best}"
     )
 
@@ -308,18 +361,69 @@ def _sample(trainer: Trainer) -> str:
 
 
 def _summary(trainer: Trainer) -> str:
-    facts = trainer.facts
-    lines = [
-        f"done: {trainer.step:,} steps in {trainer.elapsed_s:.0f} s, saved in {trainer.folder}",
-        f"loss {facts.train_loss:.4f}, held-out {trainer.best_loss:.4f} nats a character (best, step"
-        f" {trainer.best_step:,})",
-    ]
-    if trainer.best_step != trainer.step:
+    facts, best_step = trainer.facts, trainer.best_step
+    lines = [f"done: {_count(trainer.step)} in {trainer.elapsed_s:.0f} s, saved in {trainer.folder}"]
+    if trainer.step < trainer.config.steps:
         lines.append(
-            f"the held-out loss rose again after step {trainer.best_step:,}, whose model is kept:\n"
-            "more text, fewer --steps, a smaller model or more --dropout would help"
+            f"stopped early, {_count(trainer.config.steps - trainer.step)} before the end: {trainer.config.patience}"
+            f" evaluations in a row were not better than that of step {best_step:,}"
+        )
+    # Runs of an earlier version did not measure both in the same way.
+    train_loss = "" if trainer.best_train_loss is None else f"loss {trainer.best_train_loss:.4f}, "
+    kept = "best and last model" if best_step == trainer.step else "best model, which is kept"
+    lines.append(f"{kept}: step {best_step:,}, {train_loss}held-out {trainer.best_loss:.4f} nats a character")
+    if best_step != trainer.step:
+        lines.append(f"last model: step {trainer.step:,}, loss {facts.train_loss:.4f}, held-out {facts.val_loss:.4f}")
+    lines += _advice(trainer)
+    if trainer.minutes is not None:
+        config = trainer.config
+        lines.append(
+            f"--steps {config.steps} --eval-every {config.eval_every} instead of --minutes {trainer.minutes:g} repeats"
+            " this run"
         )
     lines.append(f"write with it: minigpt generate --checkpoint {_quoted(trainer.folder)}")
+    return "\n".join(lines)
+
+
+def _advice(trainer: Trainer) -> list[str]:
+    """What the losses of a finished run say about it, and what to do."""
+    from minigpt.fit import Fit, judge
+
+    facts = trainer.facts
+    if trainer.best_train_loss is None or facts.train_loss is None or facts.val_loss is None:
+        return []
+    assert trainer.best_loss is not None
+    fit = judge(facts.train_loss, facts.val_loss, trainer.best_loss)
+    if fit is Fit.OVERFITTING:
+        return [
+            "it learns its text by heart (overfitting): more text would help most, else a smaller model, more",
+            "--dropout, or fewer --steps (a smaller --eval-every with --patience 2 finds out how many)",
+        ]
+    if fit is Fit.UNDERFITTING:
+        return [
+            "it could learn more from this text (underfitting): train longer (--minutes or --steps), or with a larger",
+            "--preset",
+        ]
+    return []
+
+
+def _profile(stopwatch: Stopwatch) -> str:
+    """A table of where the time of the run went, and the share of the optimizer in an update."""
+    from minigpt.trainer import EVALUATION_PHASES, UPDATE_PHASES
+
+    whole = stopwatch.seconds(*UPDATE_PHASES, *EVALUATION_PHASES)
+    steps = stopwatch.laps("optimizer")
+    if not steps:
+        return "no step was measured"
+    lines = ["phase       share  ms a step"]
+    for phase in (*UPDATE_PHASES, *EVALUATION_PHASES):
+        seconds = stopwatch.seconds(phase)
+        lines.append(f"{phase:<10} {seconds / whole:>6.1%} {seconds / steps * 1000:>10.2f}")
+    update = stopwatch.seconds(*UPDATE_PHASES)
+    lines.append(
+        f"the optimizer takes {stopwatch.seconds('optimizer') / update:.0%} of an update of {update / steps * 1000:.1f}"
+        " ms"
+    )
     return "\n".join(lines)
 
 
