@@ -41,7 +41,8 @@ LOG_EVERY = 10
 # is then off by about a hundredth, which is enough to tell whether the two losses are apart.
 TRAIN_CHARS = 8192
 
-# What the time of an update and of an evaluation goes to, in order; the last of each is the caller's.
+# What time goes to: once, in an update, in an evaluation, in order; the last of the latter two is the caller's.
+COUNTING_PHASE = "counting"
 UPDATE_PHASES = ("batch", "forward", "backward", "clipping", "optimizer", "reporting")
 EVALUATION_PHASES = ("evaluation", "saving", "showing")
 
@@ -120,9 +121,6 @@ class Trainer:
         self._extra = extra
         self._optimizer = Optimizer(model, config)
         self._forward = compiled(model, model.lm_head.weight.device)
-        self._ngrams = None
-        if config.ngram_weight and model.config.vocab_size <= MOST_CHARS and len(train_ids) > MAX_ORDER:
-            self._ngrams = NGrams(train_ids, model.config.vocab_size)
         # Updates done.
         self.step = 0
         self.best_loss: float | None = None
@@ -135,10 +133,14 @@ class Trainer:
         self.stopwatch = Stopwatch()
         self.profiling = False
         self._evaluated_step: int | None = None
-        # Seconds since the first step, over all sessions of the run.
+        # Seconds spent in training, evaluating and saving, and in getting ready for it, over all sessions of the run.
         self.elapsed_s = 0.0
         # Of the batches since the last evaluation.
         self._losses: list[float] = []
+        self._ngrams = None
+        if config.ngram_weight and model.config.vocab_size <= MOST_CHARS and len(train_ids) > MAX_ORDER:
+            self._ngrams = NGrams(train_ids, model.config.vocab_size)
+        self._lap(COUNTING_PHASE)
 
     @classmethod
     def start(
@@ -401,12 +403,11 @@ class Trainer:
             # Always the first step, which is in no log.
             self.step = 0
             self._update()
-        self.stopwatch.start()
         self._measure_losses()
-        self.stopwatch.lap("evaluation")
+        self._lap("evaluation")
         self.model.load_state_dict(weights)
         self._optimizer = Optimizer(self.model, self.config)
-        self.step, self.elapsed_s, self._losses = 0, 0.0, []
+        self.step, self._losses = 0, []
         if choose_eval_every:
             eval_every = eval_every_for(seconds, self._update_s, self._evaluation_s)
             self._follow(replace(self.config, eval_every=eval_every))
