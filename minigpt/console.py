@@ -15,8 +15,13 @@ from typing import Any
 from tqdm import tqdm
 
 from minigpt.errors import OutputError
+from minigpt.history import Curve
 
 Note = Callable[[str], None]
+
+# Columns that curves need, and more than these they do not gain from.
+CURVES_MIN_WIDTH = 40
+CURVES_MAX_WIDTH = 100
 
 
 def note(text: str) -> None:
@@ -72,6 +77,44 @@ def write_table(headers: Sequence[str], rows: Sequence[Sequence[str]], title: st
     for row in (headers, *rows):
         cells = [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))]  # noqa: B905
         write("  ".join(cells).rstrip() + "\n")
+
+
+def note_curves(curves: dict[str, Curve], title: str) -> None:
+    """Two curves drawn in characters, on a terminal's stderr; in a pipe, or where there is no room for them, nothing.
+
+    Args:
+        curves: by name; the first is drawn in small dots, the second in circles, so that they need no colour.
+    """
+    from rich.console import Console
+
+    terminal = Console(stderr=True)
+    if not sys.stderr.isatty() or terminal.width < CURVES_MIN_WIDTH:
+        return
+    from uniplot import plot_to_string
+
+    width = min(terminal.width, CURVES_MAX_WIDTH)
+    picture = plot_to_string(
+        xs=[steps for steps, _ in curves.values()],
+        ys=[values for _, values in curves.values()],
+        x_min=0,
+        lines=[True, False],
+        legend_labels=list(curves),
+        title=title,
+        width=width,
+        line_length_hard_cap=width,
+        height=10,
+        character_set="ascii",
+        force_ascii_characters=["·", "o"],
+        color=["green", "magenta"] if terminal.color_system and not terminal.no_color else False,
+        x_gridlines=[],
+        y_gridlines=[],
+    )
+    try:
+        picture.encode(sys.stderr.encoding or "utf-8")
+    except UnicodeEncodeError:
+        # Escapes instead of its frame and dots would be no picture.
+        return
+    note(picture)
 
 
 def bytes_bar(description: str, *, hidden: bool = False) -> Callable[[int, int | None], None]:

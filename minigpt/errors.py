@@ -45,6 +45,14 @@ class TrainingError(MinigptError):
     """Training cannot go on; what was saved before is intact."""
 
 
+class ReportError(MinigptError):
+    """What shows a training (curves, samples) cannot be made, read or written; the training itself is untouched."""
+
+
+class MissingPackageError(ReportError):
+    """An extra that was asked for is not installed; the message names the command that does it."""
+
+
 class UnknownCharacterError(MinigptError):
     """A text holds characters that the vocabulary does not.
 

@@ -16,6 +16,12 @@ BEST = "best.safetensors"
 LAST = "last.safetensors"
 # One JSON object a line: losses as training went.
 LOG = "train.jsonl"
+# What the model wrote at each evaluation.
+SAMPLES = "samples.txt"
+# The losses as a picture.
+LOSS_PLOT = "loss.svg"
+# A folder: a copy of the log for TensorBoard.
+TENSORBOARD = "tensorboard"
 
 
 def run_folder(name: str) -> Path:

@@ -248,6 +248,11 @@ class Trainer:
         return trainer
 
     @property
+    def evaluated_step(self) -> int | None:
+        """The step of the newest evaluation; None before the first one."""
+        return self._evaluated_step
+
+    @property
     def held_out(self) -> str:
         """How the held-out part is used, in words."""
         share = min(1.0, self.config.eval_chars / len(self._val_ids)) if self.config.eval_chars else 1.0

@@ -37,7 +37,7 @@ LINES = (
 )
 TEXT = "".join(f"{n} {line}" if line.strip() else line for n in range(12) for line in LINES)
 SHAPE = ("--n-layer", "2", "--n-head", "2", "--n-embd", "32", "--block-size", "64", "--window", "16")
-SMALL = (*SHAPE, "--batch-size", "4", "--warmup-steps", "5")
+SMALL = (*SHAPE, "--batch-size", "4", "--warmup-steps", "5", "--sample-chars", "20")
 # Of that shape: two layers of which each looks 15 characters further back.
 RECEPTIVE_FIELD = 31
 # Keys and values of 32 channels in float32, 16 positions, 2 layers.

@@ -12,6 +12,7 @@ import re
 import shlex
 import signal
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ import torch
 from minigpt import EvalReport, StepReport, Trainer, load
 from minigpt.cli import main
 from minigpt.config import TrainConfig
-from tests.cli_support import LINES, SMALL, TEXT, Outcome, Terminal, place, run, unstyled
+from minigpt.console import note_curves
+from minigpt.samples import sample
+from tests.cli_support import LINES, SHAPE, SMALL, TEXT, Outcome, Terminal, place, run, unstyled
 
 # A moment's work on harbour.txt.
 QUICK = ("harbour.txt", *SMALL, "--steps", "4", "--eval-every", "2")
@@ -73,11 +76,14 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, *options: str | Path,
 # What a run leaves behind
 
 
-def test_a_run_folder_holds_two_checkpoints_and_a_log() -> None:
+def test_a_run_folder_holds_two_checkpoints_a_log_samples_and_the_loss_curve() -> None:
+    pytest.importorskip("matplotlib")
     train(*QUICK, "--out", "a")
     assert sorted(path.name for path in Path("checkpoints/a").iterdir()) == [
         "best.safetensors",
         "last.safetensors",
+        "loss.svg",
+        "samples.txt",
         "train.jsonl",
     ]
     assert load("checkpoints/a/last.safetensors", with_state=True).state is not None
@@ -258,6 +264,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is() -> None:
         "--val-fraction=0.1",
         "--preset=tiny",
         "--out=b",
+        "--sample-chars=9",
         "--force",
         f"--sha256={'0' * 64}",
     ],
@@ -591,6 +598,220 @@ def test_a_quiet_training_shows_nothing_on_a_terminal_either(monkeypatch: pytest
 
     assert "%|" in shown()
     assert shown("--quiet") == ""
+
+
+# What it leaves to look at
+
+
+def samples_of(run_name: str) -> str:
+    return Path(f"checkpoints/{run_name}/samples.txt").read_text(encoding="utf-8")
+
+
+def test_each_evaluation_leaves_a_sample_that_the_model_of_then_would_write() -> None:
+    train(*QUICK, "--sample-chars", "40", "--out", "a")
+    logged = log_of("checkpoints/a")
+    headings = re.findall(r"^step (\d+): held-out loss ([0-9.]+)", samples_of("a"), re.MULTILINE)
+    assert headings == [(str(line["step"]), f"{line['val_loss']:.4f}") for line in logged]
+    last = load("checkpoints/a/last.safetensors")
+    text = sample(last.model, last.tokenizer, "e", 40)
+    indented = "".join(f"    {line}".rstrip() + "\n" for line in text.split("\n"))
+    assert samples_of("a").endswith(f"\n\n{indented}\n")
+
+
+def test_without_being_told_a_sample_has_300_characters_and_with_0_there_is_none() -> None:
+    train("harbour.txt", *SHAPE, "--steps", "1", "--out", "a")
+    text = re.sub(r"^    ", "", samples_of("a").partition("\n\n")[2], flags=re.MULTILINE)
+    # Less the spaces that ended its lines.
+    assert 250 <= len(text) <= 302
+    train("harbour.txt", *SMALL, "--steps", "1", "--sample-chars", "0", "--out", "b")
+    assert not Path("checkpoints/b/samples.txt").exists()
+
+
+@pytest.mark.parametrize("step", [3, 4, 5, 6, 7])
+def test_a_run_that_was_stopped_has_the_samples_and_the_curve_of_one_that_was_not(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ("harbour.txt", *SMALL, "--steps", "8", "--eval-every", "3", "--sample-chars", "30", "--dropout", "0.1")
+    train(*line, "--out", "whole")
+    stop_after(step, monkeypatch, *line, "--out", "parts")
+    train("--resume", "parts")
+    assert samples_of("parts") == samples_of("whole")
+    assert samples_of("parts").count("held-out") == 3
+    for name in ("whole", "parts"):
+        assert log_of(f"checkpoints/{name}")[-1]["step"] == 8
+    picture = Path("checkpoints/whole/loss.svg")
+    if picture.exists():
+        assert Path("checkpoints/parts/loss.svg").read_bytes() == picture.read_bytes()
+
+
+def test_a_sample_that_was_lost_between_saving_and_writing_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ("harbour.txt", *SMALL, "--steps", "6", "--eval-every", "3", "--sample-chars", "30")
+    train(*line, "--out", "whole")
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("minigpt.samples.keep_sample", stop)
+        run("train", *line, "--out", "parts", code=130)
+    assert not Path("checkpoints/parts/samples.txt").exists()
+    assert load("checkpoints/parts/last.safetensors").facts.steps == 3
+    train("--resume", "parts")
+    assert samples_of("parts") == samples_of("whole")
+
+
+def test_force_begins_anew_what_there_is_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    train("harbour.txt", *SMALL, "--steps", "12", "--eval-every", "4", "--out", "a")
+    stop_after(1, monkeypatch, *QUICK, "--out", "a", "--force")
+    assert not Path("checkpoints/a/samples.txt").exists()
+    assert not Path("checkpoints/a/loss.svg").exists()
+    train("--resume", "a")
+    assert re.findall(r"^step (\d+)", samples_of("a"), re.MULTILINE) == ["2", "4"]
+
+
+def test_a_run_that_stops_early_leaves_its_curve_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    for step, is_there in ((1, False), (3, True)):
+        stop_after(step, monkeypatch, *QUICK, "--out", f"at-{step}")
+        assert Path(f"checkpoints/at-{step}/loss.svg").exists() is is_there
+
+
+def test_the_curve_is_said_to_be_there_once() -> None:
+    pytest.importorskip("matplotlib")
+    done = train(*QUICK, "--out", "a")
+    assert done.stderr.count("loss.svg") == 1
+    ElementTree.parse("checkpoints/a/loss.svg")
+
+
+def test_without_matplotlib_training_ends_as_ever_and_says_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = train(*QUICK, "--out", "a")
+    assert "done: 4 steps" in done.stderr
+    assert "matplotlib" not in done.stderr
+    assert "loss.svg" not in done.stderr
+    assert not Path("checkpoints/a/loss.svg").exists()
+
+
+def test_what_cannot_be_written_to_look_at_is_said_and_fails_nothing() -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("loss.svg", "samples.txt"):
+        (Path("checkpoints/a") / name).mkdir(parents=True)
+    done = train(*QUICK, "--out", "a")
+    assert "cannot write checkpoints/a/loss.svg" in done.stderr
+    assert "cannot write checkpoints/a/samples.txt" in done.stderr
+    assert "done: 4 steps" in done.stderr
+    assert load("checkpoints/a/last.safetensors").facts.steps == 4
+
+
+def curve_in(screen: str) -> list[str]:
+    """The lines of the curve that a training shows at its end, its title first."""
+    lines = screen.partition("done:")[0].splitlines()
+    (title,) = [i for i, line in enumerate(lines) if "nats a character, by step" in line]
+    return lines[title:]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
+def test_on_a_terminal_the_losses_are_drawn_at_the_end() -> None:
+    terminal = Terminal("train", "harbour.txt", *SMALL, "--steps", "40", "--eval-every", "10", "--out", "a")
+    assert terminal.finish() == 0, terminal.screen
+    lines = [line for line in curve_in(unstyled(terminal.screen)) if "loss.svg" not in line]
+    assert 10 < len(lines) <= 15
+    assert all(len(line) <= 80 for line in lines)
+    frame = [line for line in lines if line.startswith("│")]
+    assert len(frame) == 10
+    # Both curves, told apart without colour, and what they are.
+    assert sum(line.count("o") for line in frame) == 4
+    assert sum(line.count("·") for line in frame) > 20
+    assert "·· training" in lines[-1]
+    assert "oo held-out" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("columns", "no_color", "term", "is_drawn", "is_coloured"),
+    [
+        (80, "", "xterm", True, True),
+        (80, "1", "xterm", True, False),
+        (80, "", "dumb", True, False),
+        (40, "", "xterm", True, True),
+        (250, "", "xterm", True, True),
+        (39, "", "xterm", False, False),
+    ],
+)
+def test_the_curve_fits_the_terminal_and_its_colours(
+    monkeypatch: pytest.MonkeyPatch, columns: int, no_color: str, term: str, is_drawn: bool, is_coloured: bool
+) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Screen())
+    for name, value in (("COLUMNS", str(columns)), ("NO_COLOR", no_color), ("TERM", term)):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    steps = list(range(10, 201, 10))
+    curve = steps, [4 - step / 100 for step in steps]
+    note_curves({"training": curve, "held-out": (steps[1::2], curve[1][1::2])}, "losses")
+    assert isinstance(sys.stderr, Screen)
+    shown = sys.stderr.getvalue()
+    assert ("losses" in shown) is is_drawn
+    assert ("\x1b" in shown) is is_coloured
+    assert all(len(line) <= min(columns, 100) for line in unstyled(shown).splitlines())
+    assert len(shown.splitlines()) <= 15
+
+
+def test_in_a_pipe_there_is_no_curve() -> None:
+    assert "│" not in train(*QUICK, "--out", "a").stderr
+
+
+# TensorBoard
+
+
+def tensorboard_of(run_name: str) -> dict[str, list[tuple[int, float]]]:
+    """Steps and values of each curve, as TensorBoard shows them."""
+    from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
+
+    events = event_accumulator.EventAccumulator(f"checkpoints/{run_name}/tensorboard", size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize("stop", [None, 10, 14, 25])
+def test_tensorboard_shows_the_losses_of_the_log_once(stop: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    line = ("harbour.txt", *SMALL, "--steps", "30", "--eval-every", "12", "--sample-chars", "0", "--out", "a")
+    if stop is None:
+        train(*line, "--log", "tensorboard")
+    else:
+        stop_after(stop, monkeypatch, *line, "--log", "tensorboard")
+        train("--resume", "a", "--log", "tensorboard")
+    logged = log_of("checkpoints/a")
+    found = tensorboard_of("a")
+    for tag, key in (
+        ("loss/held-out", "val_loss"),
+        ("loss/training", "train_loss"),
+        ("learning_rate_share", "lr_factor"),
+    ):
+        lines = [line for line in logged if ("val_loss" in line) is (key == "val_loss")]
+        assert [step for step, _ in found[tag]] == [line["step"] for line in lines]
+        # In the files they are float32.
+        assert [value for _, value in found[tag]] == pytest.approx([line[key] for line in lines], rel=1e-6)
+    assert [step for step, _ in found["chars_per_s"]] == [10, 20, 30]
+    first = next(line for line in logged if line["step"] == 10)
+    assert found["chars_per_s"][0][1] == pytest.approx(10 * 4 * 64 / first["elapsed_s"], rel=1e-6)
+
+
+def test_without_tensorboard_its_log_is_refused_before_anything_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    error = run("train", *QUICK, "--out", "a", "--log", "tensorboard", code=1).error
+    assert "pip install 'minigpt[tensorboard]'" in error
+    assert not Path("checkpoints").exists()
+
+
+def test_another_log_is_a_wrong_command_line() -> None:
+    assert "--log" in run("train", *QUICK, "--log", "carrier-pigeon", code=2).usage
+    assert not Path("checkpoints").exists()
 
 
 def test_the_text_of_these_tests_is_what_they_say_it_is() -> None:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
@@ -26,7 +27,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHAPE = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 32 --window 16 --dropout 0.1 --batch-size 4 --threads 1"
-COMMAND = ["train", "text.txt", "--out", "run", *SHAPE.split()]
+COMMAND = ["train", "text.txt", "--out", "run", "--sample-chars", "20", *SHAPE.split()]
 SHORT = [*COMMAND, "--steps", "30", "--eval-every", "3"]
 # Runs for a second or more after its first line of log, so that a signal finds it at work.
 LONG = [*COMMAND, "--steps", "120", "--eval-every", "40"]
@@ -49,8 +50,11 @@ def _drive() -> None:
     from minigpt.config import GPTConfig
     from minigpt.model import GPT
 
-    for name in ("cli", "trainer"):
+    for name in ("cli", "samples", "trainer"):
         import_module(f"minigpt.{name}")
+    with suppress(ImportError):
+        # What the loss curve is drawn with takes long too.
+        import_module("matplotlib.backends.backend_svg")
     torch.set_num_threads(1)
     # The first tensors without memory make torch import for a second or more, and loading a checkpoint makes some.
     with torch.device("meta"):
@@ -96,17 +100,20 @@ def _run_command(folder: str, arguments: list[str], fault: dict[str, Any]) -> No
         os._exit(code)
 
 
-def _arrange(flush: int = 0, log: int = 0, torn: bool = False, stall_s: float = 0.0, every: bool = False) -> None:
-    """Makes the process die at its n-th flush of a file or folder to disk, or behind its n-th line of log.
+def _arrange(
+    flush: int = 0, log: int = 0, sample: int = 0, torn: bool = False, stall_s: float = 0.0, every: bool = False
+) -> None:
+    """Makes the process die at its n-th flush of a file or folder to disk, or behind its n-th line of log or sample.
 
     Args:
         torn: leave only half of the file that is being written.
         stall_s: wait that long there instead of dying.
         every: not only there but at each flush from then on.
     """
+    from minigpt import samples
     from minigpt.trainer import Trainer
 
-    flushes = lines = 0
+    flushes = lines = kept = 0
 
     def die(descriptor: int) -> None:
         if torn:
@@ -134,7 +141,19 @@ def _arrange(flush: int = 0, log: int = 0, torn: bool = False, stall_s: float = 
                     file.truncate(max(0, file.seek(0, os.SEEK_END) - 20))
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    ordinary_fsync, ordinary_log = os.fsync, Trainer._log
+    def keep_sample(folder: Path, *values: Any) -> None:
+        nonlocal kept
+        ordinary_keep_sample(folder, *values)
+        kept += 1
+        if kept == sample:
+            with (folder / "samples.txt").open("r+b") as file:
+                if torn:
+                    # Through the heading of the last sample, or through its text.
+                    file.truncate(file.seek(0, os.SEEK_END) - (60 if kept % 2 else 20))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    ordinary_fsync, ordinary_log, ordinary_keep_sample = os.fsync, Trainer._log, samples.keep_sample
+    samples.keep_sample = keep_sample  # type: ignore[assignment]
     os.fsync = fsync  # type: ignore[assignment]
     Trainer._log = log_line  # type: ignore[method-assign]
 
@@ -241,12 +260,17 @@ def log_of(run: Path) -> list[Any]:
 
 
 def assert_same_run(folder: Path, reference: Reference) -> None:
-    """Best and last model, training state, facts and log are those of the run that was left in peace, to the bit."""
+    """All files are those of the run that was left in peace, to the bit, but for the times in the log and facts."""
     from safetensors import safe_open
 
     run = folder / "checkpoints" / "run"
     # Nothing half-written stays either.
-    assert sorted(path.name for path in run.iterdir()) == ["best.safetensors", "last.safetensors", "train.jsonl"]
+    names = {path.name for path in run.iterdir()}
+    assert names == {path.name for path in reference.run.iterdir()}
+    # The curve needs matplotlib.
+    assert names - {"loss.svg"} == {"best.safetensors", "last.safetensors", "samples.txt", "train.jsonl"}
+    for name in names & {"loss.svg", "samples.txt"}:
+        assert (run / name).read_bytes() == (reference.run / name).read_bytes()
     for name in ("best.safetensors", "last.safetensors"):
         with safe_open(run / name, framework="pt") as one, safe_open(reference.run / name, framework="pt") as other:
             assert _facts(one.metadata()) == _facts(other.metadata())
@@ -349,6 +373,18 @@ def test_a_run_killed_at_flush_after_flush_ends_as_if_left_in_peace(
 ) -> None:
     arguments = SHORT
     for fault in FLUSHES:
+        assert driver.run(folder, arguments, **fault) == KILLED, (fault, (folder / "stderr").read_text())
+        assert_a_run_is_left(folder)
+        arguments = RESUME
+    finish(driver, folder)
+    assert_same_run(folder, short)
+
+
+def test_a_run_killed_at_sample_after_sample_ends_as_if_left_in_peace(
+    driver: Driver, short: Reference, folder: Path
+) -> None:
+    arguments = SHORT
+    for fault in ({"sample": 1, "torn": True}, {"sample": 2, "torn": True}, {"sample": 1, "torn": True}, {"sample": 3}):
         assert driver.run(folder, arguments, **fault) == KILLED, (fault, (folder / "stderr").read_text())
         assert_a_run_is_left(folder)
         arguments = RESUME

@@ -8,7 +8,9 @@ import re
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,15 +25,22 @@ if TYPE_CHECKING:
     from minigpt.console import Note
     from minigpt.corpus import Corpus
     from minigpt.stopwatch import Stopwatch
+    from minigpt.tensorboard import LogCopy
     from minigpt.trainer import EvalReport, Trainer
 
-# Characters of the sample that is shown at evaluations on a terminal.
-SAMPLE_CHARS = 160
+# Characters of the sample that is shown at evaluations on a terminal; the file has more.
+SHOWN_CHARS = 160
 
 # What a run keeps beside the trainer's own state, so that --resume needs nothing but its name.
 _EXTRA = {"sources": list, "encoding": str, "device": str, "threads": int}
 
 _PRESETS_HELP = "; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items())
+
+
+class Log(str, Enum):
+    """What can show a training while it runs."""
+
+    tensorboard = "tensorboard"
 
 
 def _field(name: str, about: str) -> Any:
@@ -100,6 +109,16 @@ def train(
     ] = None,
     val_fraction: Annotated[float | None, _field("val_fraction", "Share of the text, at its end, held out.")] = None,
     seed: Annotated[int | None, _field("seed", "Same seed, same model.")] = None,
+    sample_chars: Annotated[
+        int | None,
+        typer.Option(
+            "--sample-chars",
+            min=0,
+            help="Characters of the sample that is kept at each look; 0 keeps none. Default: 300.",
+            show_default=False,
+        ),
+    ] = None,
+    log: Annotated[Log | None, typer.Option("--log", help="Show the training in TensorBoard too.")] = None,
     device: DeviceOption = "auto",
     precision: Annotated[
         str | None, _field("precision", "float32 or bfloat16. Default: the faster one on the device, by a short trial.")
@@ -115,24 +134,29 @@ def train(
     given = {name: value for name, value in locals().items() if value is not None}
     model_fields = {name: given[name] for name in GPTConfig.__dataclass_fields__ if name in given}
     train_fields = {name: given[name] for name in TrainConfig.__dataclass_fields__ if name in given}
+    if log is not None:
+        from minigpt.tensorboard import writer_type
+
+        # Said before there is anything to lose.
+        writer_type()
     if resume is not None:
         own = [
             *model_fields,
             *train_fields,
-            *(name for name in ("minutes", "preset", "out", "sha256", "encoding") if name in given),
+            *(name for name in ("minutes", "preset", "out", "sha256", "encoding", "sample_chars") if name in given),
         ]
         if force:
             own.append("force")
         if own:
             option = "--" + own[0].replace("_", "-")
             raise typer.BadParameter(f"a run goes on with its own settings: leave out {option}", param_hint="--resume")
-        trainer = _resume(resume, corpus or [], device, threads, quiet)
+        trainer, n_chars = _resume(resume, corpus or [], device, threads, quiet)
     else:
         if minutes is not None and steps is not None:
             raise typer.BadParameter("the minutes decide on the steps: leave out one of both", param_hint="--minutes")
         if minutes is not None and not 0 < minutes < math.inf:
             raise typer.BadParameter(f"{minutes:g} must be a finite number, more than 0", param_hint="--minutes")
-        trainer = _start(
+        trainer, n_chars = _start(
             corpus or [],
             encoding or "utf-8",
             sha256,
@@ -142,11 +166,12 @@ def train(
             model_fields,
             train_fields,
             minutes,
+            sample_chars,
             device,
             threads,
             quiet,
         )
-    _run(trainer, profile, quiet)
+    _run(trainer, n_chars, log, profile, quiet)
 
 
 def _start(
@@ -159,10 +184,12 @@ def _start(
     model_fields: dict[str, Any],
     train_fields: dict[str, Any],
     minutes: float | None,
+    sample_chars: int | None,
     device: str,
     threads: int | None,
     quiet: bool,
-) -> Trainer:
+) -> tuple[Trainer, int]:
+    """A new run, and the characters of its samples."""
     # Everything that can be wrong without reading the text is said before it is read.
     preset = find_preset(preset_name)
     config = TrainConfig(**{**preset.training, **train_fields})
@@ -176,6 +203,7 @@ def _start(
     from minigpt.device import choose_device, fastest_precision, set_threads
     from minigpt.errors import CheckpointError
     from minigpt.runs import free_name, is_run, run_folder
+    from minigpt.samples import SAMPLE_CHARS
     from minigpt.trainer import Trainer
 
     chosen_device = choose_device(device)
@@ -201,15 +229,17 @@ def _start(
     )
     if "precision" not in train_fields:
         config = replace(config, precision=fastest_precision(chosen_device))
+    n_chars = SAMPLE_CHARS if sample_chars is None else sample_chars
     extra = {
         "sources": [_absolute(source) for source in sources],
         "encoding": encoding,
         "device": str(chosen_device),
         "threads": set_threads(threads),
+        "sample_chars": n_chars,
     }
     if minutes is not None:
         console.notes(quiet)(f"measuring how many steps fit into {minutes:g} min")
-    return Trainer.start(
+    trainer = Trainer.start(
         folder,
         model_config,
         text.tokenizer,
@@ -222,13 +252,16 @@ def _start(
         minutes=minutes,
         choose_eval_every="eval_every" not in train_fields,
     )
+    return trainer, n_chars
 
 
-def _resume(name: str, sources: list[str], device: str, threads: int | None, quiet: bool) -> Trainer:
+def _resume(name: str, sources: list[str], device: str, threads: int | None, quiet: bool) -> tuple[Trainer, int]:
+    """A run to go on with, and the characters of its samples."""
     from minigpt.checkpoint import load
     from minigpt.device import choose_device, set_threads
     from minigpt.errors import CheckpointError, CorpusError
     from minigpt.runs import LAST, find_run
+    from minigpt.samples import SAMPLE_CHARS
     from minigpt.sources import STDIN
     from minigpt.trainer import Trainer
 
@@ -239,6 +272,8 @@ def _resume(name: str, sources: list[str], device: str, threads: int | None, qui
     extra = checkpoint.state.values.get("extra")
     if not isinstance(extra, dict) or not all(isinstance(extra.get(name), kind) for name, kind in _EXTRA.items()):
         raise CheckpointError(f"{checkpoint.path} does not say what it was trained on and how: train a new run")
+    # Runs that are older than samples do not say how long theirs are.
+    n_chars = extra.setdefault("sample_chars", SAMPLE_CHARS)
     # The same device and number of threads, unless told otherwise: with others, sums are rounded otherwise.
     chosen_device = choose_device(extra["device"] if device == "auto" else device)
     extra |= {"device": str(chosen_device), "threads": set_threads(threads or extra["threads"])}
@@ -254,7 +289,7 @@ def _resume(name: str, sources: list[str], device: str, threads: int | None, qui
             " train a new run"
         )
     train_ids, val_ids = text.split(facts.val_fraction, checkpoint.model.config.block_size)
-    return Trainer.resume(folder, checkpoint, train_ids, val_ids, device=chosen_device)
+    return Trainer.resume(folder, checkpoint, train_ids, val_ids, device=chosen_device), n_chars
 
 
 def _load(sources: list[str], encoding: str, sha256: str | None, quiet: bool) -> Corpus:
@@ -280,8 +315,9 @@ def _slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", Path(name).stem.lower()).strip("-")[:40] or "text"
 
 
-def _run(trainer: Trainer, profile: bool, quiet: bool) -> None:
+def _run(trainer: Trainer, n_chars: int, log: Log | None, profile: bool, quiet: bool) -> None:
     from minigpt import console
+    from minigpt.samples import keep_sample
     from minigpt.trainer import EvalReport
 
     note = console.notes(quiet)
@@ -305,14 +341,23 @@ def _run(trainer: Trainer, profile: bool, quiet: bool) -> None:
                 f"the learning rates need {trainer.config.warmup_steps:,} steps to rise: give more --minutes, fewer"
                 " --warmup-steps or a smaller model"
             )
+    _tidy_folder(trainer, n_chars, note)
     held_out = trainer.facts.val_loss
-    with _StopRequest(note) as stop, console.steps_bar(trainer.config.steps, trainer.step, hidden=quiet) as bar:
+    with (
+        _LogCopies(trainer, log, note) as copies,
+        _StopRequest(note) as stop,
+        console.steps_bar(trainer.config.steps, trainer.step, hidden=quiet) as bar,
+    ):
         for step in trainer.steps():
+            copies.update()
             if isinstance(step, EvalReport):
                 held_out = step.val_loss
                 note(_evaluation_line(step, _steps(trainer)))
-                if not bar.disable:
-                    note(_sample(trainer))
+                if n_chars:
+                    text = _sample(trainer, n_chars)
+                    _attempt(note, keep_sample, trainer.folder, step.step, step.val_loss, step.best, text)
+                    if not bar.disable:
+                        note(_excerpt(text))
             else:
                 known = "" if held_out is None else f", held-out {held_out:.3f}"
                 bar.set_postfix_str(f"loss {step.loss:.3f}{known}, {step.chars_per_s / 1e3:,.1f}k chars/s", False)
@@ -324,7 +369,11 @@ def _run(trainer: Trainer, profile: bool, quiet: bool) -> None:
                 trainer.save()
                 again = f"minigpt train --resume {_quoted(trainer.folder)}"
                 note(f"stopped and saved after step {trainer.step:,}; go on with: {again}")
+                _attempt(note, _plot_losses, trainer, note)
                 raise typer.Exit(128 + stop.signal)
+    _attempt(note, _plot_losses, trainer, note)
+    if not quiet:
+        _attempt(note, _show_losses, trainer)
     note(_summary(trainer))
     if profile:
         note(_profile(trainer.stopwatch))
@@ -339,6 +388,71 @@ def _count(steps: int) -> str:
     return f"{steps:,} step{'' if steps == 1 else 's'}"
 
 
+def _tidy_folder(trainer: Trainer, n_chars: int, note: Note) -> None:
+    """Makes the samples agree with the last checkpoint, as the log does, and removes what shows an earlier run."""
+    from minigpt.samples import forget_samples, keep_sample
+    from minigpt.tensorboard import clear_events
+
+    evaluated = trainer.evaluated_step or 0
+    # It may have been killed before it had written the sample of this evaluation; a later save means it was not.
+    is_doubtful = trainer.step == evaluated
+    _attempt(note, forget_samples, trainer.folder, evaluated if is_doubtful else evaluated + 1)
+    if trainer.step == 0:
+        _attempt(note, clear_events, trainer.folder)
+        _attempt(note, _remove_plot, trainer.folder)
+    elif is_doubtful and n_chars:
+        val_loss = trainer.facts.val_loss
+        assert val_loss is not None
+        best = trainer.best_step == evaluated
+        _attempt(note, keep_sample, trainer.folder, evaluated, val_loss, best, _sample(trainer, n_chars))
+
+
+def _remove_plot(folder: Path) -> None:
+    from minigpt.errors import ReportError
+    from minigpt.runs import LOSS_PLOT
+
+    try:
+        (folder / LOSS_PLOT).unlink(missing_ok=True)
+    except OSError as error:
+        raise ReportError(f"cannot remove {folder / LOSS_PLOT}: {error.strerror or error}") from None
+
+
+def _plot_losses(trainer: Trainer, note: Note) -> None:
+    from minigpt.history import read_history
+    from minigpt.plot import plot_losses
+    from minigpt.runs import LOSS_PLOT
+
+    if trainer.evaluated_step is None:
+        return
+    plot_losses(read_history(trainer.folder), trainer.folder / LOSS_PLOT)
+    note(f"loss curve: {trainer.folder / LOSS_PLOT}")
+
+
+def _show_losses(trainer: Trainer) -> None:
+    from minigpt import console
+    from minigpt.history import read_history
+
+    history = read_history(trainer.folder)
+    if len(history.training[0]) > 1:
+        console.note_curves(
+            {"training": history.training, "held-out": history.held_out}, "loss in nats a character, by step"
+        )
+
+
+def _attempt(note: Note, act: Callable[..., None], *args: Any) -> bool:
+    """Does what shows a training and is not worth stopping it: says what went wrong, less what is not installed."""
+    from minigpt.errors import MissingPackageError, ReportError
+
+    try:
+        act(*args)
+    except MissingPackageError:
+        return False
+    except ReportError as error:
+        note(str(error))
+        return False
+    return True
+
+
 def _evaluation_line(report: EvalReport, steps: str) -> str:
     best = ", the best so far" if report.best else ""
     return (
@@ -347,17 +461,15 @@ def _evaluation_line(report: EvalReport, steps: str) -> str:
     )
 
 
-def _sample(trainer: Trainer) -> str:
-    """A few lines in the model's own words, marked as such; uses no random numbers of the training."""
-    from minigpt.generation import generate
-    from minigpt.sampling import Sampling
+def _sample(trainer: Trainer, n_chars: int) -> str:
+    from minigpt.samples import sample
 
-    tokenizer = trainer.tokenizer
-    start = "\n" if "\n" in tokenizer else trainer.facts.most_frequent
-    ids = generate(trainer.model, tokenizer.encode(start), SAMPLE_CHARS, sampling=Sampling(temperature=0.8))
-    text = tokenizer.decode(id_ for (id_,) in ids)
-    shown = "".join(char if char.isprintable() or char == "\n" else " " for char in text)
-    return "\n".join(f"  | {line[:76]}" for line in shown.strip().splitlines())
+    return sample(trainer.model, trainer.tokenizer, trainer.facts.most_frequent, n_chars)
+
+
+def _excerpt(text: str) -> str:
+    """The first few lines of a sample, marked as such."""
+    return "\n".join(f"  | {line[:76]}" for line in text[:SHOWN_CHARS].strip().splitlines())
 
 
 def _summary(trainer: Trainer) -> str:
@@ -434,6 +546,29 @@ def _quoted(folder: Path) -> str:
     # A path needs a separator, or it would be the name of a run under checkpoints/.
     path = str(folder) if len(folder.parts) > 1 else f".{os.sep}{folder}"
     return shlex.quote(folder.name if folder.parent == CHECKPOINTS else path)
+
+
+class _LogCopies:
+    """Copies the log to where ``--log`` says as it grows; on failure says so once and copies no more."""
+
+    def __init__(self, trainer: Trainer, log: Log | None, note: Note) -> None:
+        self._note = note
+        self._copy: LogCopy | None = None
+        if log is not None:
+            from minigpt.tensorboard import LogCopy
+
+            self._copy = LogCopy(trainer.folder, trainer.config.batch_size * trainer.model.config.block_size)
+
+    def __enter__(self) -> _LogCopies:
+        return self
+
+    def update(self) -> None:
+        if self._copy is not None and not _attempt(self._note, self._copy.update):
+            self._copy = None
+
+    def __exit__(self, *_: object) -> None:
+        if self._copy is not None:
+            _attempt(self._note, self._copy.close)
 
 
 class _StopRequest:
