@@ -2,6 +2,9 @@
 
 All randomness of a step is a function of the seed and the step alone, so a run has no hidden state: what is saved are
 the weights, the optimizer's averages and a few numbers. Showing and stopping are the caller's.
+
+Several processes may train together: each computes the gradient of its share of every batch, all apply the sum, and
+rank 0 alone writes files. How they talk is left to `parallel`.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from minigpt.errors import CheckpointError, ConfigError, TrainingError
 from minigpt.evaluation import cross_entropy, window_loss
 from minigpt.model import GPT
 from minigpt.optim import Optimizer, learning_rate_factor
+from minigpt.parallel import ALONE, World
 from minigpt.runs import BEST, LAST, LOG
 from minigpt.tokenizer import CharTokenizer
 
@@ -76,6 +80,7 @@ class Trainer:
         train_ids, val_ids: the two parts of the text, (N,).
         config: how to train.
         extra: JSON values of the caller's to keep beside the state (where the text came from, for instance).
+        world: the processes that train together, joined; all make the same calls.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class Trainer:
         val_ids: Ids,
         config: TrainConfig,
         extra: dict[str, Any],
+        world: World = ALONE,
     ) -> None:
         self.folder = folder
         self.model = model
@@ -97,6 +103,9 @@ class Trainer:
         self._train_ids = train_ids
         self._val_ids = val_ids
         self._extra = extra
+        self.world = world
+        # The same seed gives the same weights, but for a last bit between two kinds of processor.
+        world.spread(model.state_dict().values())
         self._optimizer = Optimizer(model, config)
         # Updates done.
         self.step = 0
@@ -121,13 +130,15 @@ class Trainer:
         *,
         device: torch.device | str = "cpu",
         extra: dict[str, Any] | None = None,
+        world: World = ALONE,
     ) -> Trainer:
         """A new run, which is on disk, ready to be resumed, when this returns. What the folder held is replaced.
 
         Raises:
             CheckpointError: the folder cannot be written.
-            ConfigError: the model does not fit into memory.
+            ConfigError: the model does not fit into memory, or the batch is too small for the processes.
         """
+        world.require_rows(config.batch_size)
         generator = torch.Generator().manual_seed(_derived_seed(config.seed, _INIT, 0))
         # Torch's layers draw from its global generator before our values replace theirs.
         try:
@@ -138,9 +149,10 @@ class Trainer:
                 f"a model of n_layer={model_config.n_layer} and n_embd={model_config.n_embd} does not fit into memory:"
                 " choose smaller ones"
             ) from None
-        trainer = cls(folder, model, tokenizer, facts, train_ids, val_ids, config, extra or {})
+        trainer = cls(folder, model, tokenizer, facts, train_ids, val_ids, config, extra or {}, world)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            if world.is_main:
+                folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"cannot make the run folder {folder}: {error.strerror or error}") from None
         trainer.save()
@@ -156,11 +168,13 @@ class Trainer:
         val_ids: Ids,
         *,
         device: torch.device | str = "cpu",
+        world: World = ALONE,
     ) -> Trainer:
         """Goes on with a run from its last checkpoint, loaded with its state.
 
         Raises:
             CheckpointError: the checkpoint has no training state, or a damaged one.
+            ConfigError: the batch is too small for the processes.
         """
         if checkpoint.state is None:
             raise CheckpointError(f"{checkpoint.path} holds a model but no training state to resume from")
@@ -176,6 +190,7 @@ class Trainer:
                 val_ids,
                 config,
                 dict(values["extra"]),
+                world,
             )
             trainer.step = _step(values["step"], config.steps)
             if values["best_loss"] is not None:
@@ -192,6 +207,7 @@ class Trainer:
             trainer._optimizer.load_state_tensors(checkpoint.state.tensors)
         except (KeyError, TypeError, ValueError, ConfigError) as error:
             raise CheckpointError(f"the training state in {checkpoint.path} is damaged: {error}") from None
+        world.require_rows(trainer.config.batch_size)
         trainer._tidy_folder()
         return trainer
 
@@ -209,7 +225,8 @@ class Trainer:
         and call `save`; a run that is resumed from there ends in the same bits.
 
         Raises:
-            TrainingError: a loss or gradient is not finite. The weights were not touched by it.
+            TrainingError: a loss or gradient is not finite, or another process has ended. The weights were not touched
+                by it.
             CheckpointError: a file cannot be written.
         """
         while True:
@@ -227,6 +244,12 @@ class Trainer:
         Raises:
             CheckpointError: it cannot be written; what was saved before is intact.
         """
+        if self.world.is_main:
+            self._write_last()
+        # One that went on to its end before would be a reason for `torchrun` to end the one that writes.
+        self.world.wait()
+
+    def _write_last(self) -> None:
         values = {
             "config": settings_to_json(self.config),
             "step": self.step,
@@ -245,13 +268,18 @@ class Trainer:
         config, device = self.config, self.model.lm_head.weight.device
         generator = torch.Generator().manual_seed(_derived_seed(config.seed, _BATCH, self.step))
         x, y = batch(self._train_ids, self.model.config.block_size, config.batch_size, generator)
+        # All processes draw the whole batch, which costs little, and compute their rows of it.
+        rows = self.world.share(config.batch_size)
+        x, y = x[rows], y[rows]
+        weight = len(x) / config.batch_size
         # Dropout can only draw from torch's global generators; they are put back as they were.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(_derived_seed(config.seed, _DROPOUT, self.step))
+            torch.manual_seed(_derived_seed(config.seed, _DROPOUT, self.step, self.world.rank))
             loss = cross_entropy(self.model(x.to(device)), y.to(device))
-        loss_value = loss.item()
+        loss_value = self.world.sum(weight * loss.item())
         self._require_finite("loss", loss_value)
         loss.backward()  # type: ignore[no-untyped-call]
+        self.world.sum_gradients(self.model.parameters(), weight)
         grad_norm = self._optimizer.clip_gradients()
         self._require_finite("gradient norm", grad_norm)
         self._optimizer.step(self.step)
@@ -264,10 +292,10 @@ class Trainer:
         if self.step % LOG_EVERY == 0:
             recent = self._losses[-LOG_EVERY:]
             self._log(step=self.step, train_loss=sum(recent) / len(recent), lr_factor=factor, elapsed_s=self.elapsed_s)
-        return StepReport(self.step, loss_value, factor, grad_norm, x.numel() / elapsed_s)
+        return StepReport(self.step, loss_value, factor, grad_norm, config.batch_size * x.shape[1] / elapsed_s)
 
     def _evaluate(self) -> EvalReport:
-        val_loss = window_loss(self.model, self._val_ids, self.config.eval_chars)
+        val_loss = window_loss(self.model, self._val_ids, self.config.eval_chars, self.world)
         self._require_finite("held-out loss", val_loss)
         train_loss = sum(self._losses) / len(self._losses)
         best = self.best_loss is None or val_loss < self.best_loss
@@ -277,7 +305,8 @@ class Trainer:
         # it comes to the same best again.
         if best:
             self.best_loss, self.best_step = val_loss, self.step
-            save_checkpoint(self.folder / BEST, self.model, self.tokenizer, self._facts_now())
+            if self.world.is_main:
+                save_checkpoint(self.folder / BEST, self.model, self.tokenizer, self._facts_now())
         self._losses = []
         self._evaluated_step = self.step
         self.save()
@@ -294,6 +323,8 @@ class Trainer:
         return replace(self.facts, steps=self.step, elapsed_s=round(self.elapsed_s, 3))
 
     def _log(self, **values: Any) -> None:
+        if not self.world.is_main:
+            return
         try:
             with (self.folder / LOG).open("a", encoding="utf-8") as log:
                 log.write(json.dumps(values) + "\n")
@@ -303,6 +334,8 @@ class Trainer:
     def _tidy_folder(self) -> None:
         """Removes what is not of this run, up to this step: a best model and log lines of a run that was replaced,
         and log lines that were written after the last save by a run that was killed."""
+        if not self.world.is_main:
+            return
         try:
             self._tidy()
         except OSError as error:
@@ -339,5 +372,7 @@ def _logged_step(line: str) -> float:
         return math.inf
 
 
-def _derived_seed(seed: int, stream: int, step: int) -> int:
-    return int(np.random.SeedSequence((seed, stream, step)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+def _derived_seed(seed: int, stream: int, step: int, rank: int = 0) -> int:
+    # Rank 0 draws as a process alone does.
+    path = (seed, stream, step, rank) if rank else (seed, stream, step)
+    return int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0] >> np.uint64(1))
