@@ -97,7 +97,7 @@ class World:
             distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
         except (RuntimeError, ValueError) as error:
             raise TrainingError(
-                f"process {self.rank} of {self.size} cannot meet the others ({_first_line(error)}): start them all with"
+                f"process {self.rank} of {self.size} cannot meet the others ({_reason(error)}): start them all with"
                 " torchrun"
             ) from None
         self._store = store
@@ -212,7 +212,7 @@ def _connected() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = _first_line(error)
+        reason = _reason(error)
     if reason is not None:
         raise TrainingError(
             f"another process of this run has ended or does not answer ({reason}); what was saved is intact: go on with"
@@ -220,7 +220,7 @@ def _connected() -> Iterator[None]:
         )
 
 
-def _first_line(error: Exception) -> str:
-    """What an error says, without the place in torch's code that says it."""
-    first = (str(error).splitlines() or [""])[0]
-    return re.sub(r"^\[\S+\] ", "", first).rstrip(".") or type(error).__name__
+def _reason(error: Exception) -> str:
+    """The first sentence of an error of torch's, without the place in its code."""
+    sentence = str(error).partition("\n")[0].partition(". ")[0]
+    return re.sub(r"^\[\S+\] ", "", sentence).rstrip(".") or type(error).__name__

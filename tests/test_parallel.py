@@ -322,6 +322,8 @@ def test_who_is_left_says_that_the_other_has_ended(text: Path, tmp_path: Path) -
     assert gone.wait() == -signal.SIGKILL
     assert said.code == 1
     assert said.stderr.startswith("minigpt: another process of this run has ended or does not answer")
+    assert said.stderr.endswith("); what was saved is intact: go on with --resume\n")
+    assert len(said.stderr) < 250
     assert said.stderr.count("\n") == 1
 
 
