@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minigpt.errors import DeviceError
+from minigpt.parallel import ALONE, World
 
 # A hundred thousand would crash the process in OpenMP.
 MOST_THREADS = 1024
@@ -16,12 +17,16 @@ MOST_THREADS = 1024
 MARGIN = 1.3
 
 
-def choose_device(name: str = "auto") -> torch.device:
+def choose_device(name: str = "auto", world: World = ALONE) -> torch.device:
     """The device of that name; ``auto`` is a CUDA GPU where there is one, else an Apple GPU, else the CPU.
+
+    Of several processes each has a CUDA GPU of its own, or all compute on the CPU.
 
     Raises:
         DeviceError: torch does not know the name, or this machine lacks the device.
     """
+    if world.size > 1:
+        return _device_in(name, world)
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -81,6 +86,21 @@ def _multiplication_s(dtype: torch.dtype) -> float:
         a @ b
         times.append(time.perf_counter() - started)
     return min(times)
+
+
+def _device_in(name: str, world: World) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise DeviceError(f"--device {name} cannot be shared by {world.size} processes: use auto, cpu or cuda")
+    if name == "cpu":
+        return torch.device(name)
+    if world.local_rank >= torch.cuda.device_count():
+        raise DeviceError(
+            f"this machine has {torch.cuda.device_count()} CUDA devices, too few for a process each: start as many"
+            " processes, or use --device cpu"
+        )
+    return torch.device(name, world.local_rank)
 
 
 def _index(device: torch.device) -> int:

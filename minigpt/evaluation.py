@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from minigpt.corpus import Ids
 from minigpt.model import GPT, evaluating
+from minigpt.parallel import ALONE, World
 
 # Characters computed in one call: enough to keep the processor busy, few enough for a laptop's memory.
 CHARS_PER_CALL = 8192
@@ -28,7 +29,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def window_loss(model: GPT, ids: Ids, max_chars: int = 0) -> float:
+def window_loss(model: GPT, ids: Ids, max_chars: int = 0, world: World = ALONE) -> float:
     """Mean loss over consecutive windows of the block size, each read from an empty context, as in training.
 
     Args:
@@ -36,6 +37,7 @@ def window_loss(model: GPT, ids: Ids, max_chars: int = 0) -> float:
             than one window is read as one.
         max_chars: read only as many windows as hold this many characters (at least one), evenly spaced over the
             text; 0 reads all.
+        world: processes that share the windows among them; each returns the mean over all of them.
 
     Raises:
         ValueError: the text is shorter than 2 characters.
@@ -46,13 +48,15 @@ def window_loss(model: GPT, ids: Ids, max_chars: int = 0) -> float:
     starts = np.arange(0, len(ids) - T, T)
     if max_chars and len(starts) > (wanted := max(1, max_chars // T)):
         starts = starts[np.arange(wanted) * len(starts) // wanted]
+    # Of more processes than windows some have none.
+    own = starts[world.share(len(starts))]
     total = 0.0
     with evaluating(model):
-        for batch in np.array_split(starts, min(len(starts), -(-len(starts) * T // CHARS_PER_CALL))):
+        for batch in np.array_split(own, min(len(own), -(-len(own) * T // CHARS_PER_CALL))) if len(own) else []:
             windows = torch.from_numpy(ids[batch[:, None] + np.arange(T + 1)].astype(np.int64))
             windows = windows.to(model.lm_head.weight.device)
             total += cross_entropy(model(windows[:, :-1]), windows[:, 1:]).item() * len(batch)
-    return total / len(starts)
+    return world.sum(total) / len(starts)
 
 
 @torch.inference_mode()

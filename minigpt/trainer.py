@@ -3,6 +3,9 @@
 All randomness of a step is a function of the seed and the step alone, so a run has no hidden state: what is saved are
 the weights, the optimizer's averages and a few numbers. Only the number of steps of a run by the clock depends on
 anything else, and it is written down before the first step that depends on it. Showing and stopping are the caller's.
+
+Several processes may train together: each computes the gradient of its share of every batch, all apply the sum, and
+rank 0 alone writes files. How they talk is left to `parallel`.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from minigpt.evaluation import window_loss
 from minigpt.model import GPT
 from minigpt.ngrams import MAX_ORDER, MOST_CHARS, NGrams
 from minigpt.optim import Optimizer, learning_rate_factor
+from minigpt.parallel import ALONE, World
 from minigpt.runs import BEST, LAST, LOG
 from minigpt.stopwatch import Stopwatch
 from minigpt.tokenizer import CharTokenizer
@@ -98,6 +102,7 @@ class Trainer:
         train_ids, val_ids: the two parts of the text, (N,).
         config: how to train.
         extra: JSON values of the caller's to keep beside the state (where the text came from, for instance).
+        world: the processes that train together, joined; all make the same calls.
     """
 
     def __init__(
@@ -110,6 +115,7 @@ class Trainer:
         val_ids: Ids,
         config: TrainConfig,
         extra: dict[str, Any],
+        world: World = ALONE,
     ) -> None:
         self.folder = folder
         self.model = model
@@ -119,6 +125,9 @@ class Trainer:
         self._train_ids = train_ids
         self._val_ids = val_ids
         self._extra = extra
+        self.world = world
+        # The same seed gives the same weights, but for a last bit between two kinds of processor.
+        world.spread(model.state_dict().values())
         self._optimizer = Optimizer(model, config)
         self._forward = compiled(model, model.lm_head.weight.device)
         # Updates done.
@@ -157,6 +166,7 @@ class Trainer:
         extra: dict[str, Any] | None = None,
         minutes: float | None = None,
         choose_eval_every: bool = False,
+        world: World = ALONE,
     ) -> Trainer:
         """A new run, which is on disk, ready to be resumed, when this returns. What the folder held is replaced.
 
@@ -167,10 +177,11 @@ class Trainer:
 
         Raises:
             CheckpointError: the folder cannot be written.
-            ConfigError: the model does not fit into memory.
+            ConfigError: the model does not fit into memory, or the batch is too small for the processes.
         """
         if minutes is not None and not 0 < minutes < math.inf:
             raise ValueError(f"minutes={minutes} must be a finite number, more than 0")
+        world.require_rows(config.batch_size)
         generator = torch.Generator().manual_seed(_derived_seed(config.seed, _INIT, 0))
         # Torch's layers draw from its global generator before our values replace theirs.
         try:
@@ -181,9 +192,10 @@ class Trainer:
                 f"a model of n_layer={model_config.n_layer} and n_embd={model_config.n_embd} does not fit into memory:"
                 " choose smaller ones"
             ) from None
-        trainer = cls(folder, model, tokenizer, facts, train_ids, val_ids, config, extra or {})
+        trainer = cls(folder, model, tokenizer, facts, train_ids, val_ids, config, extra or {}, world)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            if world.is_main:
+                folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"cannot make the run folder {folder}: {error.strerror or error}") from None
         if minutes is not None:
@@ -202,11 +214,13 @@ class Trainer:
         val_ids: Ids,
         *,
         device: torch.device | str = "cpu",
+        world: World = ALONE,
     ) -> Trainer:
         """Goes on with a run from its last checkpoint, loaded with its state.
 
         Raises:
             CheckpointError: the checkpoint has no training state, or a damaged one.
+            ConfigError: the batch is too small for the processes.
         """
         if checkpoint.state is None:
             raise CheckpointError(f"{checkpoint.path} holds a model but no training state to resume from")
@@ -222,6 +236,7 @@ class Trainer:
                 val_ids,
                 config,
                 dict(values["extra"]),
+                world,
             )
             trainer.step = _step(values["step"], config.steps)
             if values["best_loss"] is not None:
@@ -244,6 +259,7 @@ class Trainer:
             trainer._optimizer.load_state_tensors(checkpoint.state.tensors)
         except (KeyError, TypeError, ValueError, ConfigError) as error:
             raise CheckpointError(f"the training state in {checkpoint.path} is damaged: {error}") from None
+        world.require_rows(trainer.config.batch_size)
         trainer._tidy_folder()
         return trainer
 
@@ -284,7 +300,8 @@ class Trainer:
         an earlier one at which the run is `out_of_patience`.
 
         Raises:
-            TrainingError: a loss or gradient is not finite. The weights were not touched by it.
+            TrainingError: a loss or gradient is not finite, or another process has ended. The weights were not touched
+                by it.
             CheckpointError: a file cannot be written.
         """
         self.stopwatch.start()
@@ -309,6 +326,12 @@ class Trainer:
         Raises:
             CheckpointError: it cannot be written; what was saved before is intact.
         """
+        if self.world.is_main:
+            self._write_last()
+        # One that went on to its end before would be a reason for `torchrun` to end the one that writes.
+        self.world.wait()
+
+    def _write_last(self) -> None:
         values = {
             "config": settings_to_json(self.config),
             "step": self.step,
@@ -330,21 +353,25 @@ class Trainer:
         config, device = self.config, self.model.lm_head.weight.device
         generator = torch.Generator().manual_seed(_derived_seed(config.seed, _BATCH, self.step))
         examples = batch(self._train_ids, self.model.config.block_size, config.batch_size, generator)
-        targets = examples.y.to(device)
+        # All processes draw the whole batch, which costs little, and compute their rows of it.
+        rows = self.world.share(config.batch_size)
+        x, targets = examples.x[rows].to(device), examples.y[rows].to(device)
+        weight = len(x) / config.batch_size
         smoothed = None
         if self._ngrams is not None:
-            smoothed = self._ngrams.distribution(examples.positions.reshape(-1)).to(device)
+            smoothed = self._ngrams.distribution(examples.positions[rows].reshape(-1)).to(device)
         self._lap("batch")
         # Dropout can only draw from torch's global generators; they are put back as they were.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(_derived_seed(config.seed, _DROPOUT, self.step))
+            torch.manual_seed(_derived_seed(config.seed, _DROPOUT, self.step, self.world.rank))
             with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-                logits = self._forward(examples.x.to(device))
+                logits = self._forward(x)
         loss, objective = training_loss(logits.float(), targets, smoothed, config.ngram_weight)
-        loss_value = loss.item()
+        loss_value = self.world.sum(weight * loss.item())
         self._require_finite("loss", loss_value)
         self._lap("forward")
         objective.backward()  # type: ignore[no-untyped-call]
+        self.world.sum_gradients(self.model.parameters(), weight)
         self._lap("backward")
         grad_norm = self._optimizer.clip_gradients()
         self._require_finite("gradient norm", grad_norm)
@@ -373,7 +400,8 @@ class Trainer:
         # it comes to the same best again.
         if best:
             self.best_loss, self.best_train_loss, self.best_step = val_loss, train_loss, self.step
-            save_checkpoint(self.folder / BEST, self.model, self.tokenizer, self._facts_now())
+            if self.world.is_main:
+                save_checkpoint(self.folder / BEST, self.model, self.tokenizer, self._facts_now())
         self._losses = []
         self._evaluated_step = self.step
         self.save()
@@ -383,8 +411,8 @@ class Trainer:
     def _measure_losses(self) -> tuple[float, float]:
         """Training and held-out loss; of both parts, evenly spaced windows and about as many characters."""
         val_chars = min(self.config.eval_chars or len(self._val_ids), len(self._val_ids))
-        train_loss = window_loss(self.model, self._train_ids, min(val_chars, TRAIN_CHARS))
-        return train_loss, window_loss(self.model, self._val_ids, self.config.eval_chars)
+        train_loss = window_loss(self.model, self._train_ids, min(val_chars, TRAIN_CHARS), self.world)
+        return train_loss, window_loss(self.model, self._val_ids, self.config.eval_chars, self.world)
 
     def _lap(self, phase: str) -> None:
         device = self.model.lm_head.weight.device
@@ -402,8 +430,10 @@ class Trainer:
         # The first time is slower: memory is set aside, kernels are loaded.
         self._update()
         self.stopwatch = Stopwatch()
-        while self.stopwatch.laps("optimizer") < 2 or self.stopwatch.seconds(*UPDATE_PHASES) < min(
-            TRIAL_SHARE * seconds, TRIAL_MAX_S
+        enough_s = min(TRIAL_SHARE * seconds, TRIAL_MAX_S)
+        # Clocks differ: of several processes the first decides for all.
+        while self.world.from_main(
+            lambda: self.stopwatch.laps("optimizer") < 2 or self.stopwatch.seconds(*UPDATE_PHASES) < enough_s
         ):
             # Always the first step, which is in no log.
             self.step = 0
@@ -414,7 +444,7 @@ class Trainer:
         self._optimizer = Optimizer(self.model, self.config)
         self.step, self._losses = 0, []
         if choose_eval_every:
-            eval_every = eval_every_for(seconds, self._update_s, self._evaluation_s)
+            eval_every = self.world.from_main(lambda: eval_every_for(seconds, self._update_s, self._evaluation_s))
             self._follow(replace(self.config, eval_every=eval_every))
         self._plan()
 
@@ -424,7 +454,11 @@ class Trainer:
         assert self.minutes is not None
         if not self.planned:
             left_s = self.minutes * 60 - self.elapsed_s
-            steps = steps_for(left_s, self.step, self._evaluated_step, self._update_s, self._evaluation_s, self.config)
+            steps = self.world.from_main(
+                lambda: steps_for(
+                    left_s, self.step, self._evaluated_step, self._update_s, self._evaluation_s, self.config
+                )
+            )
             self._follow(replace(self.config, steps=steps))
         if self.planned:
             self.save()
@@ -454,6 +488,8 @@ class Trainer:
         return replace(self.facts, steps=self.step, elapsed_s=round(self.elapsed_s, 3))
 
     def _log(self, **values: Any) -> None:
+        if not self.world.is_main:
+            return
         try:
             with (self.folder / LOG).open("a", encoding="utf-8") as log:
                 log.write(json.dumps(values) + "\n")
@@ -463,6 +499,8 @@ class Trainer:
     def _tidy_folder(self) -> None:
         """Removes what is not of this run, up to this step: a best model and log lines of a run that was replaced,
         and log lines that were written after the last save by a run that was killed."""
+        if not self.world.is_main:
+            return
         try:
             self._tidy()
         except OSError as error:
@@ -566,5 +604,7 @@ def _logged_step(line: str) -> float:
         return math.inf
 
 
-def _derived_seed(seed: int, stream: int, step: int) -> int:
-    return int(np.random.SeedSequence((seed, stream, step)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+def _derived_seed(seed: int, stream: int, step: int, rank: int = 0) -> int:
+    # Rank 0 draws as a process alone does.
+    path = (seed, stream, step, rank) if rank else (seed, stream, step)
+    return int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0] >> np.uint64(1))

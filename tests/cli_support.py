@@ -166,10 +166,13 @@ class Program:
 
     Args:
         stdin, stdout, stderr: file descriptors; they stay open here.
+        env: variables of the environment that it has besides those of the tests.
     """
 
-    def __init__(self, *arguments: str, stdin: int, stdout: int, stderr: int) -> None:
-        request = {"arguments": arguments, "folder": str(Path.cwd())}
+    def __init__(
+        self, *arguments: str, stdin: int, stdout: int, stderr: int, env: dict[str, str] | None = None
+    ) -> None:
+        request = {"arguments": arguments, "folder": str(Path.cwd()), "env": env or {}}
         self.pid: int = _launcher().ask(request, [stdin, stdout, stderr])
 
     def interrupt(self) -> None:
@@ -265,6 +268,7 @@ def _launch(connection: socket.socket) -> None:
             answer = os.fork()
             if answer == 0:
                 connection.close()
+                os.environ.update(request["env"])
                 _become(request["arguments"], request["folder"], descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import time
 from typing import Any
 
 import typer
@@ -21,18 +22,34 @@ from minigpt.cli.generate import generate
 from minigpt.cli.info import info
 from minigpt.cli.train import train
 from minigpt.errors import MinigptError, printable
+from minigpt.parallel import World
+
+# Base of all that typer finds wrong with a command line, which it does not export.
+_UsageError: Any = typer.BadParameter.__base__
+# How long a process that leaves the telling of an error to another one waits to be ended by torchrun, which ends all
+# others when the first one goes: the one that tells must not be ended before it has.
+SILENT_S = 5.0
 
 
 class _Commands(TyperGroup):
     """Turns what a user can mend into one line on stderr and exit code 1, in one place; bugs keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
+        world = ctx.obj = World.from_environment()
         try:
             return super().invoke(ctx)
-        except MinigptError as error:
+        except (MinigptError, _UsageError) as error:
+            if not world.first_to_fail():
+                world.leave()
+                time.sleep(SILENT_S)
+                raise typer.Exit(1 if isinstance(error, MinigptError) else 2) from None
+            if not isinstance(error, MinigptError):
+                raise
             # Names of files may hold anything: escaped, so that one error is one line and colours nothing.
             sys.stderr.write(f"minigpt: {printable(str(error))}\n")
             raise typer.Exit(1) from None
+        finally:
+            world.leave()
 
     def get_help_option(self, ctx: Any) -> Any:
         # Typer leaves its default unset, and imports all of pydantic to find out what that means.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from minigpt.console import Note
     from minigpt.corpus import Corpus
+    from minigpt.parallel import World
     from minigpt.stopwatch import Stopwatch
     from minigpt.tensorboard import LogCopy
     from minigpt.trainer import EvalReport, Trainer
@@ -49,6 +50,7 @@ def _field(name: str, about: str) -> Any:
 
 
 def train(
+    context: typer.Context,
     corpus: Annotated[
         list[str] | None,
         typer.Argument(
@@ -130,10 +132,15 @@ def train(
     profile: Annotated[bool, typer.Option("--profile", help="Tell in the end what the time went to.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
 ) -> None:
-    """Learn a text."""
+    """Learn a text.
+
+    With N processes or GPUs: torchrun --nproc-per-node N -m minigpt train ...
+    """
     given = {name: value for name, value in locals().items() if value is not None}
     model_fields = {name: given[name] for name in GPTConfig.__dataclass_fields__ if name in given}
     train_fields = {name: given[name] for name in TrainConfig.__dataclass_fields__ if name in given}
+    world: World = context.obj
+    quiet = quiet or not world.is_main
     if log is not None:
         from minigpt.tensorboard import writer_type
 
@@ -150,7 +157,7 @@ def train(
         if own:
             option = "--" + own[0].replace("_", "-")
             raise typer.BadParameter(f"a run goes on with its own settings: leave out {option}", param_hint="--resume")
-        trainer, n_chars = _resume(resume, corpus or [], device, threads, quiet)
+        trainer, n_chars = _resume(resume, corpus or [], device, threads, quiet, world)
     else:
         if minutes is not None and steps is not None:
             raise typer.BadParameter("the minutes decide on the steps: leave out one of both", param_hint="--minutes")
@@ -170,6 +177,7 @@ def train(
             device,
             threads,
             quiet,
+            world,
         )
     _run(trainer, n_chars, log, profile, quiet)
 
@@ -188,6 +196,7 @@ def _start(
     device: str,
     threads: int | None,
     quiet: bool,
+    world: World,
 ) -> tuple[Trainer, int]:
     """A new run, and the characters of its samples."""
     # Everything that can be wrong without reading the text is said before it is read.
@@ -195,6 +204,8 @@ def _start(
     config = TrainConfig(**{**preset.training, **train_fields})
     shape = {**preset.model, **model_fields}
     GPTConfig(vocab_size=1, **shape)
+    world.require_rows(config.batch_size)
+    _require_files(sources, world)
 
     import torch
 
@@ -206,16 +217,18 @@ def _start(
     from minigpt.samples import SAMPLE_CHARS
     from minigpt.trainer import Trainer
 
-    chosen_device = choose_device(device)
-    if out is not None and is_run(run_folder(out)) and not force:
+    world.join()
+    chosen_device = choose_device(device, world)
+    if out is not None and world.is_main and is_run(run_folder(out)) and not force:
         raise CheckpointError(
             f"there is a run in {run_folder(out)} already: go on with it by --resume {out}, replace it with --force, or"
             " choose another --out"
         )
-    text = _load(sources, encoding, sha256, quiet)
+    text = _load(sources, encoding, sha256, quiet, world)
     train_ids, val_ids = text.split(config.val_fraction, shape["block_size"])
     model_config = GPTConfig(vocab_size=len(text.tokenizer), **shape)
-    name = out or free_name(f"{_slug(text.name)}-{preset_name}")
+    # What is free is seen by rank 0, which makes the folder.
+    name = out or world.from_main(lambda: free_name(f"{_slug(text.name)}-{preset_name}"))
     folder = run_folder(name)
     facts = Facts(
         corpus=text.name,
@@ -236,6 +249,7 @@ def _start(
         "device": str(chosen_device),
         "threads": set_threads(threads),
         "sample_chars": n_chars,
+        "processes": world.size,
     }
     if minutes is not None:
         console.notes(quiet)(f"measuring how many steps fit into {minutes:g} min")
@@ -251,11 +265,14 @@ def _start(
         extra=extra,
         minutes=minutes,
         choose_eval_every="eval_every" not in train_fields,
+        world=world,
     )
     return trainer, n_chars
 
 
-def _resume(name: str, sources: list[str], device: str, threads: int | None, quiet: bool) -> tuple[Trainer, int]:
+def _resume(
+    name: str, sources: list[str], device: str, threads: int | None, quiet: bool, world: World
+) -> tuple[Trainer, int]:
     """A run to go on with, and the characters of its samples."""
     from minigpt.checkpoint import load
     from minigpt.device import choose_device, set_threads
@@ -265,8 +282,10 @@ def _resume(name: str, sources: list[str], device: str, threads: int | None, qui
     from minigpt.sources import STDIN
     from minigpt.trainer import Trainer
 
-    folder = find_run(name)
-    checkpoint = load(folder / LAST, with_state=True)
+    world.join()
+    # Read once, so that all go on from the same step whatever their machines keep in a folder of that name.
+    folder = world.from_main(lambda: find_run(name))
+    checkpoint = world.from_main(lambda: load(folder / LAST, with_state=True))
     if checkpoint.state is None:
         raise CheckpointError(f"{checkpoint.path} holds a model but no training state to resume from")
     extra = checkpoint.state.values.get("extra")
@@ -274,14 +293,22 @@ def _resume(name: str, sources: list[str], device: str, threads: int | None, qui
         raise CheckpointError(f"{checkpoint.path} does not say what it was trained on and how: train a new run")
     # Runs that are older than samples do not say how long theirs are.
     n_chars = extra.setdefault("sample_chars", SAMPLE_CHARS)
-    # The same device and number of threads, unless told otherwise: with others, sums are rounded otherwise.
-    chosen_device = choose_device(extra["device"] if device == "auto" else device)
-    extra |= {"device": str(chosen_device), "threads": set_threads(threads or extra["threads"])}
+    # The same device and number of threads, unless told otherwise: with others, sums are rounded otherwise. Another
+    # number of processes shares the cores in another way.
+    kept_device = extra["device"] if world.size == 1 else extra["device"].partition(":")[0]
+    chosen_device = choose_device(kept_device if device == "auto" else device, world)
+    kept_threads = extra["threads"] if extra.get("processes", 1) == world.size else None
+    extra |= {
+        "device": str(chosen_device),
+        "threads": set_threads(threads or kept_threads),
+        "processes": world.size,
+    }
+    _require_files(sources or extra["sources"], world)
     if STDIN in extra["sources"] and not sources and sys.stdin is not None and sys.stdin.isatty():
         raise CorpusError(
             f"{name!r} learnt from standard input, which is gone: pipe the text in again, or name it after --resume"
         )
-    text = _load(sources or extra["sources"], extra["encoding"], None, quiet)
+    text = _load(sources or extra["sources"], extra["encoding"], None, quiet, world)
     facts = checkpoint.facts
     if text.sha256 != facts.corpus_sha256:
         raise CorpusError(
@@ -289,19 +316,45 @@ def _resume(name: str, sources: list[str], device: str, threads: int | None, qui
             " train a new run"
         )
     train_ids, val_ids = text.split(facts.val_fraction, checkpoint.model.config.block_size)
-    return Trainer.resume(folder, checkpoint, train_ids, val_ids, device=chosen_device), n_chars
+    return Trainer.resume(folder, checkpoint, train_ids, val_ids, device=chosen_device, world=world), n_chars
 
 
-def _load(sources: list[str], encoding: str, sha256: str | None, quiet: bool) -> Corpus:
+def _load(sources: list[str], encoding: str, sha256: str | None, quiet: bool, world: World) -> Corpus:
     from minigpt import console
     from minigpt.corpus import load_corpus
+    from minigpt.errors import CorpusError
 
-    text = load_corpus(
-        sources, encoding=encoding, sha256=sha256, progress=console.bytes_bar("downloading", hidden=quiet)
-    )
+    # What has to be downloaded or encoded on the way is kept in files, which the others find.
+    with world.main_first():
+        text = load_corpus(
+            sources, encoding=encoding, sha256=sha256, progress=console.bytes_bar("downloading", hidden=quiet)
+        )
+    if text.sha256 != world.from_main(lambda: text.sha256):
+        raise CorpusError(f"process {world.rank} reads another text ({text.name}) than process 0: give all the same")
     for sentence in text.notes:
         console.notes(quiet)(sentence)
     return text
+
+
+def _require_files(sources: list[str], world: World) -> None:
+    """Checks that every process can read the text: a pipe gives it to one of them."""
+    from minigpt.errors import CorpusError
+
+    for source in sources if world.size > 1 else []:
+        if _is_pipe(source):
+            raise CorpusError(
+                f"{source!r} is a pipe, which one process can read, and there are {world.size}: give a file instead"
+            )
+
+
+def _is_pipe(source: str) -> bool:
+    from minigpt.sources import STDIN
+
+    try:
+        return source == STDIN or Path(source).is_fifo()
+    except (OSError, ValueError):
+        # A name too long, or with a NUL byte in it, is no file's.
+        return False
 
 
 def _absolute(source: str) -> str:
@@ -345,7 +398,7 @@ def _run(trainer: Trainer, n_chars: int, log: Log | None, profile: bool, quiet: 
     held_out = trainer.facts.val_loss
     with (
         _LogCopies(trainer, log, note) as copies,
-        _StopRequest(note) as stop,
+        _StopRequest(note, trainer.world.size == 1) as stop,
         console.steps_bar(trainer.config.steps, trainer.step, hidden=quiet) as bar,
     ):
         for step in trainer.steps():
@@ -364,13 +417,15 @@ def _run(trainer: Trainer, n_chars: int, log: Log | None, profile: bool, quiet: 
                 # A run by the clock estimates how many there will be.
                 bar.total = trainer.config.steps
                 bar.update(1)
-            if stop.signal is not None and not trainer.finished:
+            # Whoever was asked to stop, all do, after the same step.
+            asked = trainer.world.largest(stop.signal or 0)
+            if asked and not trainer.finished:
                 bar.close()
                 trainer.save()
                 again = f"minigpt train --resume {_quoted(trainer.folder)}"
                 note(f"stopped and saved after step {trainer.step:,}; go on with: {again}")
                 _attempt(note, _plot_losses, trainer, note)
-                raise typer.Exit(128 + stop.signal)
+                raise typer.Exit(128 + asked)
     _attempt(note, _plot_losses, trainer, note)
     if not quiet:
         _attempt(note, _show_losses, trainer)
@@ -572,11 +627,16 @@ class _LogCopies:
 
 
 class _StopRequest:
-    """Turns a first Ctrl-C or SIGTERM into a wish, noted in ``signal``; a second one stops at once."""
+    """Turns a first Ctrl-C or SIGTERM into a wish, noted in ``signal``; a second one stops at once.
 
-    def __init__(self, note: Note) -> None:
+    Not if there are other processes: whoever stops them may send a signal to each and to `torchrun`, which passes it
+    on, and which kills what takes too long.
+    """
+
+    def __init__(self, note: Note, alone: bool) -> None:
         self.signal: int | None = None
         self._note = note
+        self._alone = alone
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _StopRequest:
@@ -589,7 +649,8 @@ class _StopRequest:
             signal.signal(number, handler)
 
     def _ask(self, number: int, _: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal is not None and self._alone:
             raise KeyboardInterrupt
+        if self.signal is None:
+            self._note("stopping after this step" + ("; once more stops at once" if self._alone else ""))
         self.signal = number
-        self._note("stopping after this step; once more stops at once")
