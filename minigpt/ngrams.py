@@ -80,26 +80,26 @@ class NGrams:
         Returns:
             Probabilities, (N, V), float32; every row sums to 1.
         """
-        each = torch.arange(len(positions))
-        targets = torch.from_numpy(self._ids[positions].astype(np.int64))
+        targets = torch.from_numpy(self._ids[positions].astype(np.int64))[:, None]
         offsets = positions - MAX_ORDER
-        counted = torch.from_numpy(((offsets >= 0) & (offsets % self._stride < self._length)).astype(np.int64))
+        counted = torch.from_numpy(((offsets >= 0) & (offsets % self._stride < self._length)).astype(np.int64))[:, None]
         probabilities = torch.full((len(positions), self._vocab_size), 1 / self._vocab_size)
         rows = torch.zeros(len(positions), dtype=torch.int64)
         for order, table in enumerate(self._tables):
             if order:
                 numbers = self._numbers(positions, order, rows.numpy())
-                rows = table.row_of[torch.from_numpy(numbers)].long()
-            kept, total, left = table.kept[rows], table.total[rows], table.left[rows]
-            own = torch.searchsorted(self._kept_of, kept[each, targets])
+                rows = table.row_of.index_select(0, torch.from_numpy(numbers)).long()
+            kept, total, left = (values.index_select(0, rows) for values in (table.kept, table.total, table.left))
+            own = torch.searchsorted(self._kept_of, kept.gather(1, targets))
             others = own - counted
-            kept[each, targets] = self._kept_of[others]
+            kept_of_others = self._kept_of.take(others)
+            left += (others - own) - (kept_of_others - self._kept_of.take(own))
+            kept.scatter_(1, targets, kept_of_others)
             total -= counted
-            left += (others - self._kept_of[others]) - (own - self._kept_of[own])
             # A context that occurs nowhere else leaves the answer to the shorter ones.
             nowhere = total == 0
             total[nowhere], left[nowhere] = 1.0, 1.0
-            probabilities.mul_(left[:, None]).add_(kept).div_(total[:, None])
+            probabilities.mul_(left).add_(kept).div_(total)
         return probabilities
 
     def _numbers(
@@ -120,10 +120,10 @@ class _Table:
 
     def __init__(self, row_of: Tensor, counts: Tensor, kept_of: Tensor) -> None:
         self.row_of = row_of
-        # What is kept of the counts, (U + 1, V), and the sums of a row's counts and of their discounts, (U + 1,).
+        # What is kept of the counts, (U + 1, V), and the sums of a row's counts and of their discounts, (U + 1, 1).
         self.kept = kept_of[counts]
-        self.total = counts.sum(dim=1).float()
-        self.left = self.total - self.kept.sum(dim=1)
+        self.total = counts.sum(dim=1, keepdim=True).float()
+        self.left = self.total - self.kept.sum(dim=1, keepdim=True)
 
 
 def _kept(counts: Tensor) -> Tensor:
