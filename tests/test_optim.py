@@ -160,10 +160,10 @@ def test_muon_is_the_muon_of_torch(
 ) -> None:
     # torch orthogonalises in bfloat16; without that cast its iteration runs in the dtype of the weights, as ours does.
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-    shapes = [(6, 6), (5, 11), (12, 4), (12, 4), (4, 12), (1, 3), (3, 1)]
+    shapes = [(6, 6), (5, 11), (4, 12), (4, 12), (1, 3), (64, 70)]
     ours = [random_matrix(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]
     theirs = [weight.clone().requires_grad_() for weight in ours]
-    muon = Muon([(weight, 1) for weight in ours], lr=0.05, weight_decay=weight_decay)
+    muon = Muon(ours, lr=0.05, weight_decay=weight_decay)
     reference = torch.optim.Muon(theirs, lr=0.05, weight_decay=weight_decay, momentum=0.95, nesterov=True)
     for step in range(6):
         # Not the same rate at every step: the factor takes part.
@@ -181,50 +181,61 @@ def test_muon_is_the_muon_of_torch(
 def newton_schulz(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
     """The iteration for one matrix, written out."""
     x = matrix / np.linalg.norm(matrix)
-    if x.shape[0] > x.shape[1]:
-        x = x.T
     for _ in range(5):
         gram = x @ x.T
         x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
-    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+    return x
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(6, 6), (4, 10), (10, 4)])
-def test_muon_is_the_published_formula(rows: int, columns: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "columns", "blocks"),
+    [
+        (6, 6, [6]),
+        (4, 10, [4]),
+        # No block is higher than wide, the last one may be lower.
+        (10, 4, [4, 4, 2]),
+        (192, 80, [64, 64, 64]),
+        (100, 80, [64, 36]),
+    ],
+)
+def test_muon_is_the_published_formula_for_each_block_of_rows(rows: int, columns: int, blocks: list[int]) -> None:
     weight = random_matrix(20, rows, columns)
     expected, momentum = weight.numpy().copy(), np.zeros((rows, columns))
-    muon = Muon([(weight, 1)], lr=0.1, weight_decay=0.2)
+    muon = Muon([weight], lr=0.1, weight_decay=0.2)
+    # Very different sizes, so that one norm over all blocks would be seen.
+    scales = np.repeat([1.0, 100.0, 0.01][: len(blocks)], blocks)[:, None]
     for step in range(4):
-        weight.grad = random_matrix(30 + step, rows, columns)
+        weight.grad = torch.from_numpy(scales) * random_matrix(30 + step, rows, columns)
         gradient = weight.grad.numpy().copy()
         momentum = 0.95 * momentum + 0.05 * gradient
         ahead = 0.05 * gradient + 0.95 * momentum
-        expected = expected * (1 - 0.1 * 0.2) - 0.1 * max(1.0, rows / columns) ** 0.5 * newton_schulz(ahead)
+        parts = np.split(ahead, np.cumsum(blocks)[:-1])
+        expected = expected * (1 - 0.1 * 0.2) - 0.1 * np.concatenate([newton_schulz(part) for part in parts])
         muon.step(1.0)
-    np.testing.assert_allclose(weight.numpy(), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(weight.numpy(), expected, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize(("rows", "columns", "n"), [(4, 4, 3), (4, 10, 3), (10, 4, 2)])
-def test_a_fused_parameter_is_updated_like_its_separate_matrices(rows: int, columns: int, n: int) -> None:
-    fused = random_matrix(40, n * rows, columns)
-    separate = [part.clone() for part in fused.chunk(n)]
-    muon_fused = Muon([(fused, n)], lr=0.1, weight_decay=0.2)
-    muon_separate = Muon([(part, 1) for part in separate], lr=0.1, weight_decay=0.2)
+def test_matrices_that_are_updated_together_do_not_know_each_other() -> None:
+    shapes = [(10, 4), (6, 4), (4, 10), (130, 4)]
+    together = [random_matrix(i, *shape) for i, shape in enumerate(shapes)]
+    alone = [weight.clone() for weight in together]
+    optimizers = [Muon([weight], lr=0.1, weight_decay=0.2) for weight in alone]
+    muon = Muon(together, lr=0.1, weight_decay=0.2)
     for step in range(3):
-        # Very different sizes, so that one norm over all of them would be seen.
-        scales = torch.tensor([1.0, 100.0, 0.01][:n], dtype=torch.float64).repeat_interleave(rows)[:, None]
-        fused.grad = scales * random_matrix(50 + step, n * rows, columns)
-        for part, gradient in zip(separate, fused.grad.chunk(n), strict=True):
-            part.grad = gradient.clone()
-        muon_fused.step(0.7)
-        muon_separate.step(0.7)
-    torch.testing.assert_close(fused, torch.cat(separate), rtol=0, atol=1e-12)
+        for i, (weight, twin) in enumerate(zip(together, alone, strict=True)):
+            weight.grad = 10.0**i * random_matrix(50 + 10 * step + i, *weight.shape)
+            twin.grad = weight.grad.clone()
+        muon.step(0.7)
+        for optimizer in optimizers:
+            optimizer.step(0.7)
+    for weight, twin in zip(together, alone, strict=True):
+        torch.testing.assert_close(weight, twin, rtol=0, atol=1e-12)
 
 
 def test_muon_asks_for_a_gradient_of_every_matrix() -> None:
     weight = random_matrix(60, 2, 2)
     with pytest.raises(ValueError, match="gradient"):
-        Muon([(weight, 1)], lr=0.1, weight_decay=0.0).step(1.0)
+        Muon([weight], lr=0.1, weight_decay=0.0).step(1.0)
 
 
 # Both together
@@ -272,10 +283,9 @@ def test_what_is_not_a_matrix_is_updated_by_adamw_without_decay_and_the_matrices
             g = param.grad.double().numpy().copy()
             if name.endswith(MATRICES):
                 momentum[name] = 0.95 * momentum[name] + 0.05 * g
-                n = 3 if "qkv" in name else 2 if "gate_up" in name else 1
-                parts = np.split(0.05 * g + 0.95 * momentum[name], n)
-                rows, columns = parts[0].shape
-                update = np.concatenate([newton_schulz(part) for part in parts]) * max(1.0, rows / columns) ** 0.5
+                # Square blocks of 8 rows, and those that are 8 x 32.
+                parts = np.split(0.05 * g + 0.95 * momentum[name], len(g) // 8)
+                update = np.concatenate([newton_schulz(part) for part in parts])
                 expected[name] = expected[name] * (1 - 0.02 * factor * 0.5) - 0.02 * factor * update
             else:
                 mean[name] = 0.9 * mean[name] + 0.1 * g
