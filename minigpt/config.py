@@ -84,7 +84,7 @@ class TrainConfig:
     steps: int = 1000
     batch_size: int = 8
     # Of Muon, for the matrices inside the blocks.
-    muon_lr: float = 0.03
+    muon_lr: float = 0.02
     # Of AdamW, for embeddings, norms and the output layer.
     adamw_lr: float = 0.005
     weight_decay: float = 0.0
@@ -134,17 +134,17 @@ PRESETS: Mapping[str, Preset] = {
     "tiny": Preset(
         about="0.8 M parameters, about a minute on two CPU cores",
         model={"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "window": 64},
-        training={"steps": 240, "batch_size": 8, "eval_every": 60, "ngram_weight": 0.8},
+        training={"steps": 1000, "batch_size": 2, "eval_every": 250, "eval_chars": 16384, "ngram_weight": 0.8},
     ),
     "small": Preset(
         about="3 M parameters, about ten minutes",
-        model={"n_layer": 4, "n_head": 8, "n_embd": 256, "block_size": 256, "window": 64, "dropout": 0.05},
-        training={"steps": 700, "batch_size": 8, "eval_every": 100, "ngram_weight": 0.8},
+        model={"n_layer": 4, "n_head": 8, "n_embd": 256, "block_size": 256, "window": 64},
+        training={"steps": 2400, "batch_size": 4, "eval_every": 300, "ngram_weight": 0.8},
     ),
     "base": Preset(
         about="10 M parameters, about an hour",
         model={"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "window": 96, "dropout": 0.1},
-        training={"steps": 1400, "batch_size": 8, "muon_lr": 0.02, "eval_every": 200, "ngram_weight": 0.8},
+        training={"steps": 2200, "batch_size": 8, "eval_every": 200, "ngram_weight": 0.8},
     ),
 }
 DEFAULT_PRESET = "tiny"

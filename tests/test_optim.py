@@ -180,7 +180,7 @@ def test_muon_is_the_muon_of_torch(
     ours = [random_matrix(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]
     theirs = [weight.clone().requires_grad_() for weight in ours]
     muon = Muon(ours, lr=0.05, weight_decay=weight_decay)
-    reference = torch.optim.Muon(theirs, lr=0.05, weight_decay=weight_decay, momentum=0.95, nesterov=True)
+    reference = torch.optim.Muon(theirs, lr=0.05, weight_decay=weight_decay, momentum=0.9, nesterov=True)
     for step in range(6):
         # Not the same rate at every step: the factor takes part.
         factor = 1.0 - 0.1 * step
@@ -223,8 +223,8 @@ def test_muon_is_the_published_formula_for_each_block_of_rows(rows: int, columns
     for step in range(4):
         weight.grad = torch.from_numpy(scales) * random_matrix(30 + step, rows, columns)
         gradient = weight.grad.numpy().copy()
-        momentum = 0.95 * momentum + 0.05 * gradient
-        ahead = 0.05 * gradient + 0.95 * momentum
+        momentum = 0.9 * momentum + 0.1 * gradient
+        ahead = 0.1 * gradient + 0.9 * momentum
         parts = np.split(ahead, np.cumsum(blocks)[:-1])
         expected = expected * (1 - 0.1 * 0.2) - 0.1 * np.concatenate([polynomials_of(part) for part in parts])
         muon.step(1.0)
@@ -298,9 +298,9 @@ def test_what_is_not_a_matrix_is_updated_by_adamw_without_decay_and_the_matrices
             assert param.grad is not None
             g = param.grad.double().numpy().copy()
             if name.endswith(MATRICES):
-                momentum[name] = 0.95 * momentum[name] + 0.05 * g
+                momentum[name] = 0.9 * momentum[name] + 0.1 * g
                 # Square blocks of 8 rows, and those that are 8 x 32.
-                parts = np.split(0.05 * g + 0.95 * momentum[name], len(g) // 8)
+                parts = np.split(0.1 * g + 0.9 * momentum[name], len(g) // 8)
                 update = np.concatenate([polynomials_of(part) for part in parts])
                 expected[name] = expected[name] * (1 - 0.02 * factor * 0.5) - 0.02 * factor * update
             else:
