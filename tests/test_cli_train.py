@@ -652,7 +652,7 @@ def test_a_sample_that_was_lost_between_saving_and_writing_is_made_up_for(monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("minigpt.samples.keep_sample", stop)
+        patch.setattr("minigpt.cli.train_report.keep_sample", stop)
         run("train", *line, "--out", "parts", code=130)
     assert not Path("checkpoints/parts/samples.txt").exists()
     assert load("checkpoints/parts/last.safetensors").facts.steps == 3
