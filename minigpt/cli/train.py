@@ -251,7 +251,8 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
         torch_version=torch.__version__,
     )
     if "precision" not in wanted.train_fields:
-        config = replace(config, precision=fastest_precision(chosen_device))
+        # One for all, though each may find another one the faster.
+        config = replace(config, precision=world.from_main(lambda: fastest_precision(chosen_device)))
     n_chars = SAMPLE_CHARS if wanted.sample_chars is None else wanted.sample_chars
     extra = {
         "sources": [_absolute(source) for source in wanted.sources],
