@@ -109,7 +109,7 @@ def train(
         typer.Option(
             "--sample-chars",
             min=0,
-            help="Characters of the sample that is kept at each look; 0 keeps none. Default: 300.",
+            help="Characters of the sample that is kept at each look; 0 keeps none. Default: 200.",
             show_default=False,
         ),
     ] = None,
