@@ -18,7 +18,7 @@ from minigpt.sampling import Sampling
 from minigpt.tokenizer import CharTokenizer
 
 # Of a sample in the file.
-SAMPLE_CHARS = 300
+SAMPLE_CHARS = 200
 
 # The lines of a sample are indented, so nothing that a model writes is taken for a heading.
 _INDENT = "    "

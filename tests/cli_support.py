@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -294,8 +295,11 @@ def _become(arguments: list[str], folder: str, descriptors: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    # Imported by an optimizer when it is made.
+    # Imported by an optimizer when it is made, and for the loss curve of a run where it is installed.
     import torch._dynamo
+
+    with contextlib.suppress(ImportError):
+        import matplotlib.backends.backend_svg  # noqa: F401
 
     minigpt.load(sys.argv[2])
     _launch(socket.socket(fileno=int(sys.argv[1])))

@@ -1,14 +1,14 @@
 """Training by several processes: it learns what one learns, one of them speaks and writes, and none dies unnoticed.
 
-Most runs here are processes forked from one that has imported torch, started as `torchrun` would start them; the few
-of `torchrun` itself take seconds each.
+The runs here are processes forked from one that has imported torch, started as `torchrun` would start them, but for one
+of `torchrun` itself, which takes seconds.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +35,7 @@ from minigpt.errors import ConfigError, DeviceError
 from minigpt.evaluation import window_loss
 from minigpt.model import GPT
 from minigpt.parallel import ALONE, World
-from minigpt.runs import BEST, LAST, LOG
+from minigpt.runs import BEST, LAST, LOG, SAMPLES
 from minigpt.tokenizer import CharTokenizer
 from minigpt.trainer import Trainer
 from tests.cli_support import PATIENCE_S, SHAPE, TEXT, Program, as_in_a_shell, run
@@ -44,6 +44,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lo
 
 # Five examples for two processes: two and three.
 RECIPE = [*SHAPE, "--batch-size", "5", "--warmup-steps", "5", "--steps", "80", "--eval-every", "20", "--threads", "1"]
+RECIPE += ["--sample-chars", "40"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "minigpt"]
 
 
@@ -122,9 +123,9 @@ def wait_until(is_there: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def has_evaluated(folder: Path) -> Callable[[], bool]:
-    """Whether a run has saved after its first evaluation, that of step 20."""
-    return lambda: (folder / LOG).is_file() and '"step": 30' in (folder / LOG).read_text("utf-8")
+def has_come_to(step: int, folder: Path) -> Callable[[], bool]:
+    """Whether a run has logged that step; what it did before is in its folder."""
+    return lambda: (folder / LOG).is_file() and f'"step": {step},' in (folder / LOG).read_text("utf-8")
 
 
 @contextmanager
@@ -149,19 +150,16 @@ def torchrun(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
             stream.close()
 
 
-def pid_of_rank(process: subprocess.Popen[str], rank: int) -> int:
-    """Which child of `torchrun` has that rank."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii").split()
-    found = [
-        pid for pid in children if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-    ]
-    return int(found[0])
-
-
 def log_of(folder: Path) -> list[dict[str, Any]]:
     """The log without how long it took."""
     lines = (folder / LOG).read_text(encoding="utf-8").splitlines()
     return [{key: value for key, value in json.loads(line).items() if key != "elapsed_s"} for line in lines]
+
+
+def samples_of(folder: Path) -> list[tuple[str, str]]:
+    """Heading and text of each sample that a run kept."""
+    parts = re.split(r"^(step .*)\n", (folder / SAMPLES).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return list(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def assert_same_losses(found: Path, expected: Path, *, up_to: int) -> None:
@@ -180,6 +178,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
         assert tensors.keys() == others.keys()
         assert all(torch.equal(tensors[key], others[key]) for key in tensors)
     assert log_of(found) == log_of(expected)
+    assert samples_of(found) == samples_of(expected)
 
 
 @pytest.fixture(scope="module")
@@ -199,33 +198,17 @@ def alone(text: Path) -> Path:
 
 @dataclass(frozen=True)
 class Job:
-    """What a `torchrun` of two processes left."""
+    """What two processes left, and what each of them said."""
 
     folder: Path
-    stdout: str
-    stderr: str
+    ranks: list[Rank]
 
 
 @pytest.fixture(scope="module")
 def together(text: Path) -> Job:
     """The same run by two processes."""
     folder = text.parent / "together"
-    with torchrun("train", text, *RECIPE, "--out", folder) as process:
-        stdout, stderr = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, stderr
-    return Job(folder, stdout, stderr)
-
-
-@pytest.fixture(scope="module")
-def killed(text: Path) -> Job:
-    """The same, of which one process was killed after the first evaluation."""
-    folder = text.parent / "killed"
-    with torchrun("train", text, *RECIPE, "--out", folder) as process:
-        wait_until(has_evaluated(folder))
-        os.kill(pid_of_rank(process, 1), signal.SIGKILL)
-        stdout, stderr = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode != 0
-    return Job(folder, stdout, stderr)
+    return Job(folder, finished(text.parent, "train", text, *RECIPE, "--out", folder))
 
 
 # The same training
@@ -235,39 +218,50 @@ def test_two_processes_learn_as_one_does(alone: Path, together: Job) -> None:
     assert_same_losses(together.folder, alone, up_to=50)
 
 
-def test_one_of_them_speaks_and_writes(together: Job) -> None:
-    assert together.stdout == ""
-    said = together.stderr.splitlines()
+def test_one_of_them_speaks_and_writes(alone: Path, together: Job) -> None:
+    first, second = together.ranks
     for words in ("3,008 characters", "step 20 of 80", "step 80 of 80", "done: 80 steps", "write with it"):
-        assert sum(words in line for line in said) == 1, together.stderr
-    assert sorted(path.name for path in together.folder.iterdir()) == [BEST, LAST, LOG]
+        assert first.stderr.count(words) == 1, first.stderr
+    assert second.stderr == ""
+    files = {path.name for path in together.folder.iterdir()}
+    assert {BEST, LAST, LOG, SAMPLES} <= files
+    assert files == {path.name for path in alone.iterdir()}
     assert [line["step"] for line in log_of(together.folder)] == [10, 20, 20, 30, 40, 40, 50, 60, 60, 70, 80, 80]
 
 
-def test_the_end_is_quiet(together: Job) -> None:
-    assert "Traceback" not in together.stderr
-    assert "terminate called" not in together.stderr
+def test_each_evaluation_leaves_one_sample_the_one_that_a_process_alone_leaves(alone: Path, together: Job) -> None:
+    found = samples_of(together.folder)
+    assert [int(heading.split()[1].rstrip(":")) for heading, _ in found] == [20, 40, 60, 80]
+    # Where rounding has not grown into another loss yet.
+    same = [(sample, other) for sample, other in zip(found, samples_of(alone), strict=True) if sample[0] == other[0]]
+    assert same
+    assert all(sample == other for sample, other in same)
 
 
 # Stopping and going on
 
 
-def test_a_killed_process_ends_the_job_and_leaves_what_was_saved(killed: Job) -> None:
-    assert "Signal 9" in killed.stderr
-    state = load(killed.folder / LAST, with_state=True).state
+def test_torchrun_told_to_stop_saves_and_says_all_once(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with torchrun("train", text, *RECIPE, "--steps", "100000", "--out", folder) as process:
+        wait_until(has_come_to(30, folder))
+        process.send_signal(signal.SIGTERM)
+        stdout, stderr = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode != 0
+    assert stdout == ""
+    for words in ("3,008 characters", "step 20 of 100,000", "stopping after this step"):
+        assert stderr.count(words) == 1, stderr
+    assert "terminate called" not in stderr
+    (step,) = re.findall(r"stopped and saved after step ([\d,]+); go on with", stderr)
+    state = load(folder / LAST, with_state=True).state
     assert state is not None
-    assert state.values["step"] in (20, 40, 60)
+    assert state.values["step"] == int(step.replace(",", "")) >= 30
+    evaluated = [line["step"] for line in log_of(folder) if "val_loss" in line]
+    assert [int(heading.split()[1].rstrip(":")) for heading, _ in samples_of(folder)] == evaluated
 
 
-def test_two_processes_go_on_as_if_none_had_been_killed(killed: Job, together: Job, tmp_path: Path) -> None:
-    folder = shutil.copytree(killed.folder, tmp_path / "run")
-    ranks = finished(tmp_path, "train", "--resume", folder)
-    assert "done: 80 steps" in ranks[0].stderr
-    assert ranks[1].stderr == ""
-    assert_same_run(folder, together.folder)
-
-
-def test_two_processes_go_on_with_a_run_of_one(text: Path, alone: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_two_processes_and_then_with_one(text: Path, alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
     ordinary = Trainer._log
 
     def stop_at_30(self: Trainer, **values: Any) -> None:
@@ -276,44 +270,25 @@ def test_two_processes_go_on_with_a_run_of_one(text: Path, alone: Path, tmp_path
             signal.raise_signal(signal.SIGTERM)
 
     with mock.patch.object(Trainer, "_log", stop_at_30):
-        run("train", text, *RECIPE, "--out", tmp_path / "run", code=128 + signal.SIGTERM)
-    finished(tmp_path, "train", "--resume", tmp_path / "run")
-    assert_same_losses(tmp_path / "run", alone, up_to=80)
-
-
-def test_torchrun_told_to_stop_saves_and_one_process_goes_on(text: Path, together: Job, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with torchrun("train", text, *RECIPE, "--out", folder) as process:
-        wait_until(has_evaluated(folder))
-        process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode != 0
-    assert stderr.count("stopped and saved after step") == 1
-    state = load(folder / LAST, with_state=True).state
-    assert state is not None
-    assert 30 <= state.values["step"] < 80
-    run("train", "--resume", folder)
-    assert_same_losses(folder, together.folder, up_to=80)
-
-
-def test_a_signal_to_one_process_stops_all_after_the_same_step(text: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    ranks = Ranks(tmp_path, "train", text, *RECIPE, "--steps", "100000", "--out", folder)
-    wait_until(has_evaluated(folder))
+        run("train", text, *RECIPE, "--out", folder, code=128 + signal.SIGTERM)
+    ranks = Ranks(tmp_path, "train", "--resume", folder)
+    wait_until(has_come_to(40, folder))
+    # A signal to one of them stops both after the same step.
     ranks.signal(1, signal.SIGTERM)
     said = ranks.finish(end_others=False)
     assert [rank.code for rank in said] == [128 + signal.SIGTERM] * 2
     assert "stopped and saved after step" in said[0].stderr
     assert said[1].stderr == ""
+    run("train", "--resume", folder)
+    assert_same_losses(folder, alone, up_to=80)
 
 
-# Failing
-
-
-def test_who_is_left_says_that_the_other_has_ended(text: Path, tmp_path: Path) -> None:
+def test_a_killed_process_ends_the_other_and_two_go_on_as_if_none_had_been_killed(
+    text: Path, together: Job, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    ranks = Ranks(tmp_path, "train", text, *RECIPE, "--steps", "100000", "--quiet", "--out", folder)
-    wait_until(has_evaluated(folder))
+    ranks = Ranks(tmp_path, "train", text, *RECIPE, "--quiet", "--out", folder)
+    wait_until(has_come_to(30, folder))
     # The other one first, so that it is alone when this one ends.
     left, gone = ranks.programs
     ranks.programs = [left]
@@ -325,6 +300,16 @@ def test_who_is_left_says_that_the_other_has_ended(text: Path, tmp_path: Path) -
     assert said.stderr.endswith("); what was saved is intact: go on with --resume\n")
     assert len(said.stderr) < 250
     assert said.stderr.count("\n") == 1
+    state = load(folder / LAST, with_state=True).state
+    assert state is not None
+    assert state.values["step"] in (20, 40, 60)
+    first, second = finished(tmp_path, "train", "--resume", folder)
+    assert "done: 80 steps" in first.stderr
+    assert second.stderr == ""
+    assert_same_run(folder, together.folder)
+
+
+# Failing
 
 
 def test_an_error_of_all_is_told_once(tmp_path: Path) -> None:
@@ -342,17 +327,9 @@ def test_an_error_of_the_one_who_writes_ends_all(text: Path, tmp_path: Path) -> 
     assert "".join(rank.stderr for rank in said).count("\n") == 1
 
 
-def test_torchrun_with_a_wrong_option_shows_one_message() -> None:
-    with torchrun("train", "--depth", "3") as process:
-        _, stderr = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode != 0
-    assert stderr.count("No such option: --depth") == 1
-    assert stderr.count("Usage: minigpt") == 1
-
-
 @pytest.fixture
 def of_two(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes this process one of two, for what is said before they meet."""
+    """Makes this process one of two that never meet."""
     monkeypatch.setattr(cli, "SILENT_S", 0.0)
 
     def become(rank: int) -> None:
@@ -365,6 +342,11 @@ def of_two(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_a_batch_too_small_for_the_processes_is_refused(of_two: Callable[[int], None]) -> None:
     of_two(0)
     assert "batch_size=1 is too small for 2 processes" in run("train", "--batch-size", "1", code=1).error
+
+
+def test_a_wrong_command_line_is_told_by_the_first(of_two: Callable[[int], None]) -> None:
+    of_two(0)
+    assert "--depth" in run("train", "--depth", "3", code=2).usage
 
 
 def test_standard_input_is_refused(of_two: Callable[[int], None]) -> None:
@@ -382,6 +364,62 @@ def test_a_pipe_with_a_name_is_refused(of_two: Callable[[int], None], tmp_path: 
 def test_the_others_leave_it_to_the_first(of_two: Callable[[int], None], arguments: list[str], code: int) -> None:
     of_two(1)
     assert run("train", *arguments, code=code).stderr == ""
+
+
+# One process of two, without the other one
+
+
+@contextmanager
+def one_after_the_other(told: list[Any]) -> Iterator[None]:
+    """Lets a process go through a run of two on its own: what rank 0 tells the other is kept, and rank 1 is told it."""
+
+    def from_main(self: World, work: Callable[[], Any]) -> Any:
+        if not self.is_main:
+            return told.pop(0)
+        told.append(work())
+        return told[-1]
+
+    with mock.patch.multiple(
+        World,
+        join=lambda self: None,
+        sum=lambda self, value: value,
+        largest=lambda self, value: value,
+        sum_gradients=lambda self, params, weight: None,
+        spread=lambda self, tensors: None,
+        from_main=from_main,
+    ):
+        yield
+
+
+def test_the_second_shows_and_writes_nothing_and_computes_as_the_first_decides(
+    text: Path, of_two: Callable[[int], None], tmp_path: Path
+) -> None:
+    line: list[str | Path] = ["train", text, *RECIPE, "--steps", "4", "--eval-every", "2", "--profile"]
+    told: list[Any] = []
+    with one_after_the_other(told):
+        of_two(0)
+        assert "done: 4 steps" in run(*line, "--out", tmp_path / "first").stderr
+        assert "float32" in told or "bfloat16" in told
+        of_two(1)
+        with mock.patch("minigpt.device.fastest_precision", side_effect=AssertionError):
+            assert run(*line, "--log", "tensorboard", "--out", tmp_path / "second").stderr == ""
+    assert told == []
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+def test_the_clock_of_the_first_decides_on_the_steps(tmp_path: Path) -> None:
+    def taken(world: World) -> tuple[TrainConfig, list[tuple[type, int]]]:
+        trainer = Trainer.start(tmp_path, *_one_run(), minutes=0.005, choose_eval_every=True, world=world)
+        return trainer.config, [(type(report), report.step) for report in trainer.steps()]
+
+    told: list[Any] = []
+    with one_after_the_other(told):
+        first = taken(World(0, 2))
+        # To this one the minutes are over whenever it looks at its own clock.
+        looks = count()
+        with mock.patch("time.perf_counter", lambda: 60.0 * next(looks)):
+            assert taken(World(1, 2)) == first
+    assert told == []
 
 
 # The parts

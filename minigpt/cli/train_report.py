@@ -1,0 +1,293 @@
+"""All that a person sees of a training, and what its run folder keeps to be looked at: samples, curves, a copy for
+TensorBoard. The trainer's own files are the trainer's; when to train and when to stop is the command's.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minigpt import console
+from minigpt.errors import MissingPackageError, ReportError
+from minigpt.fit import Fit, judge
+from minigpt.history import read_history
+from minigpt.plot import plot_losses
+from minigpt.runs import CHECKPOINTS, LOSS_PLOT
+from minigpt.samples import forget_samples, keep_sample, sample
+from minigpt.stopwatch import Stopwatch
+from minigpt.tensorboard import LogCopy, clear_events
+from minigpt.trainer import EVALUATION_PHASES, UPDATE_PHASES, EvalReport, StepReport, Trainer
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+# Characters of the sample that is shown at evaluations on a terminal; the file has more.
+SHOWN_CHARS = 160
+
+
+class TrainReport:
+    """Shows one training as it goes and keeps what is to be looked at later.
+
+    A block under ``with`` begins and ends it; in there it is told of every report of the trainer, and after it that the
+    run is finished. Of several processes rank 0 alone shows and keeps anything, so nothing here may ask the others.
+
+    Args:
+        trainer: the run, new or resumed, before its next step.
+        n_chars: characters of the sample that is kept at each evaluation; 0 keeps none.
+        tensorboard: copy the log for TensorBoard.
+        profile: tell in the end what the time went to.
+        quiet: show nothing.
+
+    Raises:
+        ReportError: from ``with``, where TensorBoard's folder cannot be written. All that fails later is said, and
+            stops nothing.
+    """
+
+    def __init__(self, trainer: Trainer, n_chars: int, *, tensorboard: bool, profile: bool, quiet: bool) -> None:
+        # All that is shown goes through the notes and the bar, all that is kept through `_attempt` and the copy.
+        self._speaks = trainer.world.is_main
+        self._trainer = trainer
+        self._n_chars = n_chars if self._speaks else 0
+        self._tensorboard = tensorboard and self._speaks
+        self._profile = profile
+        self._quiet = quiet or not self._speaks
+        self._note = console.notes(self._quiet)
+        self._held_out = trainer.facts.val_loss
+        self._bar: tqdm[Any]
+        self._copy: LogCopy | None = None
+        self._opened = ExitStack()
+
+    def __enter__(self) -> TrainReport:
+        self._note(_opening(self._trainer))
+        self._tidy_folder()
+        if self._tensorboard:
+            config = self._trainer.config
+            self._copy = LogCopy(self._trainer.folder, config.batch_size * self._trainer.model.config.block_size)
+        self._bar = self._opened.enter_context(
+            console.steps_bar(self._trainer.config.steps, self._trainer.step, hidden=self._quiet)
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+        if self._copy is not None:
+            self._attempt(self._copy.close)
+
+    def updated(self, report: StepReport) -> None:
+        """The weights were updated."""
+        self._update_copy()
+        known = "" if self._held_out is None else f", held-out {self._held_out:.3f}"
+        self._bar.set_postfix_str(f"loss {report.loss:.3f}{known}, {report.chars_per_s / 1e3:,.1f}k chars/s", False)
+        # A run by the clock estimates how many there will be.
+        self._bar.total = self._trainer.config.steps
+        self._bar.update(1)
+
+    def evaluated(self, report: EvalReport) -> None:
+        """The model was evaluated and saved."""
+        self._update_copy()
+        self._held_out = report.val_loss
+        self._note(_evaluation_line(report, _steps(self._trainer)))
+        if self._n_chars:
+            text = self._sample()
+            self._attempt(keep_sample, self._trainer.folder, report.step, report.val_loss, report.best, text)
+            if not self._bar.disable:
+                self._note(_excerpt(text))
+
+    def stopping(self, once_more: bool) -> None:
+        """Somebody asked to stop; if they ask once more, that may stop at once."""
+        self._note("stopping after this step" + ("; once more stops at once" if once_more else ""))
+
+    def stopped(self) -> None:
+        """The run was stopped before its end, and saved."""
+        self._bar.close()
+        again = f"minigpt train --resume {_quoted(self._trainer.folder)}"
+        self._note(f"stopped and saved after step {self._trainer.step:,}; go on with: {again}")
+        self._attempt(self._plot_losses)
+
+    def finished(self) -> None:
+        """There is no step left to take; the ``with`` block has ended."""
+        self._attempt(self._plot_losses)
+        if not self._quiet:
+            self._attempt(self._show_losses)
+        self._note(_summary(self._trainer))
+        if self._profile:
+            self._note(_profile(self._trainer.stopwatch))
+
+    def _attempt(self, act: Callable[..., None], *args: Any) -> bool:
+        """Does what is not worth stopping a training: says what went wrong, less what is not installed."""
+        if not self._speaks:
+            return False
+        try:
+            act(*args)
+        except MissingPackageError:
+            return False
+        except ReportError as error:
+            self._note(str(error))
+            return False
+        return True
+
+    def _update_copy(self) -> None:
+        # What fails once is said once.
+        if self._copy is not None and not self._attempt(self._copy.update):
+            self._copy = None
+
+    def _tidy_folder(self) -> None:
+        """Makes the samples agree with the last checkpoint, as the log does, and removes what shows an earlier run."""
+        trainer = self._trainer
+        evaluated = trainer.evaluated_step or 0
+        # It may have been killed before it had written the sample of this evaluation; a later save means it was not.
+        is_doubtful = trainer.step == evaluated
+        self._attempt(forget_samples, trainer.folder, evaluated if is_doubtful else evaluated + 1)
+        if trainer.step == 0:
+            self._attempt(clear_events, trainer.folder)
+            self._attempt(_remove_plot, trainer.folder)
+        elif is_doubtful and self._n_chars:
+            val_loss = trainer.facts.val_loss
+            assert val_loss is not None
+            best = trainer.best_step == evaluated
+            self._attempt(keep_sample, trainer.folder, evaluated, val_loss, best, self._sample())
+
+    def _sample(self) -> str:
+        trainer = self._trainer
+        return sample(trainer.model, trainer.tokenizer, trainer.facts.most_frequent, self._n_chars)
+
+    def _plot_losses(self) -> None:
+        folder = self._trainer.folder
+        if self._trainer.evaluated_step is None:
+            return
+        plot_losses(read_history(folder), folder / LOSS_PLOT)
+        self._note(f"loss curve: {folder / LOSS_PLOT}")
+
+    def _show_losses(self) -> None:
+        history = read_history(self._trainer.folder)
+        if len(history.training[0]) > 1:
+            console.note_curves(
+                {"training": history.training, "held-out": history.held_out}, "loss in nats a character, by step"
+            )
+
+
+def _opening(trainer: Trainer) -> str:
+    """What is learnt by what, for how long and where."""
+    facts, config = trainer.facts, trainer.config
+    if trainer.finished:
+        why = " and ran out of --patience" if trainer.step < config.steps else ""
+        return f"this run has taken its {trainer.step:,} steps already{why}"
+    resumed = f", {trainer.step:,} of them done" if trainer.step else ""
+    parameters = sum(param.numel() for param in trainer.model.parameters())
+    by_clock = trainer.minutes is not None
+    in_minutes = f" in {trainer.minutes:g} minute{'' if trainer.minutes == 1 else 's'}" if by_clock else ""
+    often = f", evaluated every {config.eval_every:,}" if by_clock else ""
+    lines = [
+        f"{facts.corpus}: {facts.corpus_chars:,} characters, {trainer.model.config.vocab_size} different ones",
+        trainer.held_out,
+        f"{parameters:,} parameters, {_steps(trainer)} steps{in_minutes}{resumed}{often}, in {trainer.folder}",
+    ]
+    if by_clock and config.steps <= config.warmup_steps:
+        lines.append(
+            f"the learning rates need {config.warmup_steps:,} steps to rise: give more --minutes, fewer --warmup-steps"
+            " or a smaller model"
+        )
+    return "\n".join(lines)
+
+
+def _steps(trainer: Trainer) -> str:
+    """How many steps the run takes, as far as that is known."""
+    return f"{'' if trainer.planned else 'about '}{trainer.config.steps:,}"
+
+
+def _count(steps: int) -> str:
+    return f"{steps:,} step{'' if steps == 1 else 's'}"
+
+
+def _remove_plot(folder: Path) -> None:
+    try:
+        (folder / LOSS_PLOT).unlink(missing_ok=True)
+    except OSError as error:
+        raise ReportError(f"cannot remove {folder / LOSS_PLOT}: {error.strerror or error}") from None
+
+
+def _evaluation_line(report: EvalReport, steps: str) -> str:
+    best = ", the best so far" if report.best else ""
+    return (
+        f"step {report.step:,} of {steps} ({report.elapsed_s:.0f} s): loss {report.train_loss:.4f}, held-out"
+        f" {report.val_loss:.4f}{best}"
+    )
+
+
+def _excerpt(text: str) -> str:
+    """The first few lines of a sample, marked as such."""
+    return "\n".join(f"  | {line[:76]}" for line in text[:SHOWN_CHARS].strip().splitlines())
+
+
+def _summary(trainer: Trainer) -> str:
+    facts, best_step = trainer.facts, trainer.best_step
+    lines = [f"done: {_count(trainer.step)} in {trainer.elapsed_s:.0f} s, saved in {trainer.folder}"]
+    if trainer.step < trainer.config.steps:
+        lines.append(
+            f"stopped early, {_count(trainer.config.steps - trainer.step)} before the end: {trainer.config.patience}"
+            f" evaluations in a row were not better than that of step {best_step:,}"
+        )
+    # Runs of an earlier version did not measure both in the same way.
+    train_loss = "" if trainer.best_train_loss is None else f"loss {trainer.best_train_loss:.4f}, "
+    kept = "best and last model" if best_step == trainer.step else "best model, which is kept"
+    lines.append(f"{kept}: step {best_step:,}, {train_loss}held-out {trainer.best_loss:.4f} nats a character")
+    if best_step != trainer.step:
+        lines.append(f"last model: step {trainer.step:,}, loss {facts.train_loss:.4f}, held-out {facts.val_loss:.4f}")
+    lines += _advice(trainer)
+    if trainer.minutes is not None:
+        config = trainer.config
+        lines.append(
+            f"--steps {config.steps} --eval-every {config.eval_every} instead of --minutes {trainer.minutes:g} repeats"
+            " this run"
+        )
+    lines.append(f"write with it: minigpt generate --checkpoint {_quoted(trainer.folder)}")
+    return "\n".join(lines)
+
+
+def _advice(trainer: Trainer) -> list[str]:
+    """What the losses of a finished run say about it, and what to do."""
+    facts = trainer.facts
+    if trainer.best_train_loss is None or facts.train_loss is None or facts.val_loss is None:
+        return []
+    assert trainer.best_loss is not None
+    fit = judge(facts.train_loss, facts.val_loss, trainer.best_loss)
+    if fit is Fit.OVERFITTING:
+        return [
+            "it learns its text by heart (overfitting): more text would help most, else a smaller model, more",
+            "--dropout, or fewer --steps (a smaller --eval-every with --patience 2 finds out how many)",
+        ]
+    if fit is Fit.UNDERFITTING:
+        return [
+            "it could learn more from this text (underfitting): train longer (--minutes or --steps), or with a larger",
+            "--preset",
+        ]
+    return []
+
+
+def _profile(stopwatch: Stopwatch) -> str:
+    """A table of where the time of the run went, and the share of the optimizer in an update."""
+    whole = stopwatch.seconds(*UPDATE_PHASES, *EVALUATION_PHASES)
+    steps = stopwatch.laps("optimizer")
+    if not steps:
+        return "no step was measured"
+    lines = ["phase       share  ms a step"]
+    for phase in (*UPDATE_PHASES, *EVALUATION_PHASES):
+        seconds = stopwatch.seconds(phase)
+        lines.append(f"{phase:<10} {seconds / whole:>6.1%} {seconds / steps * 1000:>10.2f}")
+    update = stopwatch.seconds(*UPDATE_PHASES)
+    lines.append(
+        f"the optimizer takes {stopwatch.seconds('optimizer') / update:.0%} of an update of {update / steps * 1000:.1f}"
+        " ms"
+    )
+    return "\n".join(lines)
+
+
+def _quoted(folder: Path) -> str:
+    """The run as it is named on a shell's command line."""
+    # A path needs a separator, or it would be the name of a run under checkpoints/.
+    path = str(folder) if len(folder.parts) > 1 else f".{os.sep}{folder}"
+    return shlex.quote(folder.name if folder.parent == CHECKPOINTS else path)
