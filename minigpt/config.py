@@ -134,7 +134,7 @@ PRESETS: Mapping[str, Preset] = {
     "tiny": Preset(
         about="0.8 M parameters, about a minute on two CPU cores",
         model={"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "window": 64},
-        training={"steps": 1000, "batch_size": 2, "eval_every": 250, "eval_chars": 16384, "ngram_weight": 0.8},
+        training={"steps": 550, "batch_size": 4, "eval_every": 140, "eval_chars": 16384, "ngram_weight": 0.8},
     ),
     "small": Preset(
         about="3 M parameters, about ten minutes",

@@ -52,11 +52,19 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     Source:
         On X with A = X X^T a polynomial of the singular values is (a + b A + c A^2) X (Jordan et al. 2024, "Muon").
     """
-    X: Tensor = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for a, b, c in POLYNOMIALS:
-        A = X @ X.mT
-        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    return X
+    # All is worked out in terms of the small A, and the matrices are multiplied by the product of what each polynomial
+    # multiplies by, Q, once.
+    scale = 1 / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    A = (matrices @ matrices.mT).mul_(scale.square())
+    product: Tensor | None = None
+    for i, (a, b, c) in enumerate(POLYNOMIALS):
+        Q = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        Q.diagonal(dim1=-2, dim2=-1).add_(a)
+        product = Q if product is None else Q @ product
+        if i < len(POLYNOMIALS) - 1:
+            A = Q @ A @ Q
+    assert product is not None
+    return product.mul_(scale) @ matrices
 
 
 class Muon:

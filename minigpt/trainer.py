@@ -54,7 +54,7 @@ EVALUATION_PHASES = ("evaluation", "saving", "showing")
 TRIAL_SHARE = 0.02
 TRIAL_MAX_S = 20.0
 # It evaluates about so often, unless told otherwise: fewer times where that would take more than this share of it.
-EVALUATIONS = 8
+EVALUATIONS = 5
 EVALUATIONS_SHARE = 0.15
 
 # Separate streams of random numbers: drawing from one does not move another.
