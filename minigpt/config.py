@@ -134,12 +134,12 @@ PRESETS: Mapping[str, Preset] = {
     "tiny": Preset(
         about="0.8 M parameters, about a minute on two CPU cores",
         model={"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "window": 64},
-        training={"steps": 550, "batch_size": 4, "eval_every": 140, "eval_chars": 16384, "ngram_weight": 0.8},
+        training={"steps": 500, "batch_size": 4, "eval_every": 125, "eval_chars": 16384, "ngram_weight": 0.8},
     ),
     "small": Preset(
         about="3 M parameters, about ten minutes",
         model={"n_layer": 4, "n_head": 8, "n_embd": 256, "block_size": 256, "window": 64},
-        training={"steps": 2400, "batch_size": 4, "eval_every": 300, "ngram_weight": 0.8},
+        training={"steps": 2000, "batch_size": 4, "eval_every": 400, "ngram_weight": 0.8},
     ),
     "base": Preset(
         about="10 M parameters, about an hour",
