@@ -52,19 +52,26 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     Source:
         On X with A = X X^T a polynomial of the singular values is (a + b A + c A^2) X (Jordan et al. 2024, "Muon").
     """
-    # All is worked out in terms of the small A, and the matrices are multiplied by the product of what each polynomial
-    # multiplies by, Q, once.
-    scale = 1 / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    A = (matrices @ matrices.mT).mul_(scale.square())
-    product: Tensor | None = None
-    for i, (a, b, c) in enumerate(POLYNOMIALS):
-        Q = torch.baddbmm(A, A, A, beta=b, alpha=c)
-        Q.diagonal(dim1=-2, dim2=-1).add_(a)
-        product = Q if product is None else Q @ product
-        if i < len(POLYNOMIALS) - 1:
-            A = Q @ A @ Q
-    assert product is not None
-    return product.mul_(scale) @ matrices
+    X: Tensor = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    # A factor is what a polynomial multiplies by. The first lifts the small singular values, whose squares would drown
+    # in the rounding of A; then all is worked out in terms of A, which is smaller than X.
+    first, *others = POLYNOMIALS
+    X = _factor(X @ X.mT, *first) @ X
+    A = X @ X.mT
+    product = _factor(A, *others[0])
+    factor = product
+    for polynomial in others[1:]:
+        A = factor @ A @ factor
+        factor = _factor(A, *polynomial)
+        product = factor @ product
+    return product @ X
+
+
+def _factor(A: Tensor, a: float, b: float, c: float) -> Tensor:
+    """a + b A + c A^2."""
+    factor = torch.baddbmm(A, A, A, beta=b, alpha=c)
+    factor.diagonal(dim1=-2, dim2=-1).add_(a)
+    return factor
 
 
 class Muon:

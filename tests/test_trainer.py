@@ -773,8 +773,8 @@ def test_no_number_of_steps_changes_the_rate_of_an_update_that_was_done(step: in
 @pytest.mark.parametrize(
     ("seconds", "update_s", "evaluation_s", "eval_every"),
     [
-        # 8 times 7.5 s, of which half a second is the evaluation's.
-        (60.0, 0.5, 0.5, 14),
+        # 5 times 12 s, of which half a second is the evaluation's.
+        (60.0, 0.5, 0.5, 23),
         # An evaluation of 3 s, and 15 % of the time are 9 s.
         (60.0, 0.5, 3.0, 34),
         # One that takes longer than the whole run comes at its end.
@@ -824,12 +824,11 @@ def test_a_run_by_the_clock_ends_on_time(
     trainer = start_by_the_clock(
         tmp_path / "run", replace(CONFIG, decay_fraction=decay_fraction, warmup_steps=warmup_steps)
     )
-    began = clock.now
+    # Measuring the speed is part of it; one save, of the new run, is not.
     reports = finish(trainer)
-    assert clock.now - began == pytest.approx(60, rel=0.05)
-    assert trainer.elapsed_s == clock.now - began
+    assert trainer.elapsed_s == clock.now - 0.125 == pytest.approx(60, rel=0.05)
     assert trainer.step == trainer.config.steps > 80
-    assert 5 <= sum(isinstance(report, EvalReport) for report in reports) <= 10
+    assert 4 <= sum(isinstance(report, EvalReport) for report in reports) <= 7
 
 
 @pytest.mark.parametrize("update_s", [0.25, 1.0])
@@ -844,10 +843,9 @@ def test_a_run_by_the_clock_ends_on_time_though_it_was_measured_wrong_at_first(
 
 def test_what_the_caller_does_between_two_reports_takes_of_the_time(tmp_path: Path, clock: Clock) -> None:
     trainer = start_by_the_clock(tmp_path / "run")
-    began = clock.now
     for report in trainer.steps():
         clock.now += 1.0 if isinstance(report, EvalReport) else 0.125
-    assert clock.now - began == pytest.approx(60, rel=0.05)
+    assert clock.now == pytest.approx(60, rel=0.05)
 
 
 def test_a_run_by_the_clock_is_that_of_its_number_of_steps(tmp_path: Path, clock: Clock) -> None:
@@ -867,7 +865,8 @@ def test_a_run_by_the_clock_is_that_of_its_number_of_steps(tmp_path: Path, clock
 def test_measuring_the_speed_leaves_no_trace(tmp_path: Path, clock: Clock) -> None:
     trainer = start_by_the_clock(tmp_path / "clock")
     assert clock.now > 1
-    assert (trainer.step, trainer.elapsed_s) == (0, 0.0)
+    # But for the time it took.
+    assert (trainer.step, trainer.elapsed_s) == (0, clock.now - 0.125)
     assert_same_tensors(weights_of(trainer), weights_of(start(tmp_path / "steps")))
     assert names_in(tmp_path / "clock") == [LAST]
     assert next(trainer.steps()) == next(start(tmp_path / "again", trainer.config).steps())
@@ -908,7 +907,7 @@ def test_a_run_by_the_clock_that_is_killed_still_ends_on_time(tmp_path: Path, cl
     assert finish(resume(tmp_path / "run")) == []
 
 
-@pytest.mark.parametrize(("minutes", "steps"), [(1e-6, 1), (0.02, 1), (0.05, 5)])
+@pytest.mark.parametrize(("minutes", "steps"), [(1e-6, 1), (0.02, 1), (0.1, 7)])
 @pytest.mark.parametrize("decay_fraction", [0.0, 0.6, 1.0])
 def test_a_run_of_a_moment_takes_a_step_at_least(
     tmp_path: Path, clock: Clock, minutes: float, steps: int, decay_fraction: float
