@@ -81,7 +81,7 @@ class Checkpoint:
     @property
     def start(self) -> str:
         """The character that a text without a prompt starts from."""
-        return "\n" if "\n" in self.tokenizer else self.facts.most_frequent
+        return self.tokenizer.start(self.facts.most_frequent)
 
 
 def save_checkpoint(

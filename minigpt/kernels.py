@@ -59,6 +59,17 @@ def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     return cast(Tensor, _BandedAttention.apply(q, k, v, window))  # type: ignore[no-untyped-call]
 
 
+def sliding_window_mask(T: int, S: int, window: int, device: torch.device | str = "cpu") -> Tensor:
+    """Which keys the last T of S positions may read: themselves and the window - 1 positions before them.
+
+    Returns:
+        (T, S), true where query i, at position S - T + i, may read key j: S - T + i - window < j <= S - T + i.
+    """
+    query = torch.arange(S - T, S, device=device)[:, None]
+    key = torch.arange(S, device=device)
+    return (key <= query) & (key > query - window)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -168,8 +179,7 @@ def _blocks(T: int, S: int, window: int, dtype: torch.dtype) -> list[tuple[slice
         # Positions of the queries, and the first one that any of them reads.
         first, last = S - T + start, S - T + stop
         lowest = max(0, first - window + 1)
-        query, key = torch.arange(first, last)[:, None], torch.arange(lowest, last)
-        readable = (key <= query) & (key > query - window)
+        readable = sliding_window_mask(stop - start, last - lowest, window)
         mask = torch.zeros(readable.shape, dtype=dtype).masked_fill(~readable, -math.inf)
         blocks.append((slice(start, stop), slice(lowest, last), mask))
     return blocks

@@ -70,19 +70,8 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         return functional.scaled_dot_product_attention(q, k, v)
     if q.is_cpu:
         return kernels.banded_attention(q, k, v, window)
-    mask = sliding_window_mask(T, S, window, q.device)
+    mask = kernels.sliding_window_mask(T, S, window, q.device)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def sliding_window_mask(T: int, S: int, window: int, device: torch.device | str = "cpu") -> Tensor:
-    """Which keys the last T of S positions may read: themselves and the window - 1 positions before them.
-
-    Returns:
-        (T, S), true where query i, at position S - T + i, may read key j: S - T + i - window < j <= S - T + i.
-    """
-    query = torch.arange(S - T, S, device=device)[:, None]
-    key = torch.arange(S, device=device)
-    return (key <= query) & (key > query - window)
 
 
 def rotary_angles(

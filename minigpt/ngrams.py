@@ -20,7 +20,7 @@ MAX_ORDER = 6
 # Of a count c, DISCOUNT * c^(3/4) is left to what shorter contexts say. The usual discount is a constant below one
 # (Ney, Essen and Kneser 1994, "On structuring probabilistic dependences in stochastic language modelling"). In stories
 # and plays, names and words come in bursts, so that even a large count in one place says less about another: on the
-# held-out part of tiny Shakespeare the best constant gave 1.72 nats a character, this power 1.55.
+# held-out part of tiny Shakespeare the best constant gave 1.69 nats a character, at contexts of four, this power 1.55.
 DISCOUNT = 0.85
 # Counts in the table of one context length; longer contexts are left out where theirs would be larger.
 MOST_CELLS = 20 << 20

@@ -34,7 +34,7 @@ def sample(model: GPT, tokenizer: CharTokenizer, start: str, n_chars: int) -> st
     Returns:
         n_chars characters; those that would move a cursor are spaces, line breaks stay.
     """
-    prompt = tokenizer.encode("\n" if "\n" in tokenizer else start)
+    prompt = tokenizer.encode(tokenizer.start(start))
     ids = generate(model, prompt, n_chars, sampling=Sampling(temperature=0.8))
     text = tokenizer.decode(id_ for (id_,) in ids)
     return "".join(char if char.isprintable() or char == "\n" else " " for char in text)

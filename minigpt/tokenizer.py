@@ -31,6 +31,10 @@ class CharTokenizer:
     def __contains__(self, char: str) -> bool:
         return char in self._id_of
 
+    def start(self, most_frequent: str) -> str:
+        """The character that a text without a prompt starts from: a line break, or the most frequent one without."""
+        return "\n" if "\n" in self else most_frequent
+
     def encode(self, text: str) -> list[int]:
         """The ids of a text, one a character.
 

@@ -45,8 +45,7 @@ LOG_EVERY = 10
 # is then off by about a hundredth, which is enough to tell whether the two losses are apart.
 TRAIN_CHARS = 8192
 
-# What time goes to: once, in an update, in an evaluation, in order; the last of the latter two is the caller's.
-COUNTING_PHASE = "counting"
+# What the time of an update and of an evaluation goes to, in order; the last of each is the caller's.
 UPDATE_PHASES = ("batch", "forward", "backward", "clipping", "optimizer", "reporting")
 EVALUATION_PHASES = ("evaluation", "saving", "showing")
 
@@ -86,7 +85,7 @@ class EvalReport:
     val_loss: float
     # Whether this is the lowest held-out loss so far.
     best: bool
-    # Seconds since the first step, over all sessions of the run.
+    # Of the run so far, see `Trainer`.
     elapsed_s: float
 
 
@@ -149,7 +148,7 @@ class Trainer:
         self._ngrams = None
         if config.ngram_weight and model.config.vocab_size <= MOST_CHARS and len(train_ids) > MAX_ORDER:
             self._ngrams = NGrams(train_ids, model.config.vocab_size)
-        self._lap(COUNTING_PHASE)
+        self._lap("counting")
 
     @classmethod
     def start(
@@ -171,7 +170,7 @@ class Trainer:
         """A new run, which is on disk, ready to be resumed, when this returns. What the folder held is replaced.
 
         Args:
-            minutes: how long the run is to take from its first step on, more than 0, instead of ``config.steps``.
+            minutes: how long the run is to take, with measuring its speed; more than 0, instead of ``config.steps``.
                 Until `planned` is true, the number of steps is an estimate.
             choose_eval_every: evaluate a sensible number of times in these minutes, instead of ``config.eval_every``.
 

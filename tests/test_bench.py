@@ -25,8 +25,9 @@ from minigpt.bench import (
 )
 from minigpt.config import GPTConfig
 from minigpt.generation import generate
+from minigpt.kernels import sliding_window_mask
 from minigpt.kv_cache import KVCache
-from minigpt.model import GPT, sliding_window_mask
+from minigpt.model import GPT
 
 
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])

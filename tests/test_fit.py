@@ -8,46 +8,26 @@ from minigpt.fit import Fit, judge
 
 
 @pytest.mark.parametrize(
-    ("train_loss", "val_loss", "best_loss"),
+    ("train_loss", "val_loss", "best_loss", "fit"),
     [
         # Both about equal, at their lowest in the end.
-        (1.38, 1.41, 1.41),
-        (1.30, 1.44, 1.44),
+        (1.38, 1.41, 1.41, Fit.UNDERFITTING),
+        (1.30, 1.44, 1.44, Fit.UNDERFITTING),
         # What is held out may be the easier part.
-        (2.61, 2.47, 2.47),
-        (0.0, 0.0, 0.0),
-    ],
-)
-def test_losses_that_are_about_equal_and_still_fall_are_underfitting(
-    train_loss: float, val_loss: float, best_loss: float
-) -> None:
-    assert judge(train_loss, val_loss, best_loss) is Fit.UNDERFITTING
-
-
-@pytest.mark.parametrize(
-    ("train_loss", "val_loss", "best_loss"),
-    [
+        (2.61, 2.47, 2.47, Fit.UNDERFITTING),
+        (0.0, 0.0, 0.0, Fit.UNDERFITTING),
         # Far apart, though the held-out loss still falls.
-        (1.05, 1.47, 1.47),
+        (1.05, 1.47, 1.47, Fit.OVERFITTING),
         # Clearly risen, though the two are not far apart.
-        (1.90, 2.00, 1.95),
-        (0.10, 4.00, 2.10),
-    ],
-)
-def test_losses_that_part_or_a_held_out_loss_that_rose_are_overfitting(
-    train_loss: float, val_loss: float, best_loss: float
-) -> None:
-    assert judge(train_loss, val_loss, best_loss) is Fit.OVERFITTING
-
-
-@pytest.mark.parametrize(
-    ("train_loss", "val_loss", "best_loss"),
-    [
+        (1.90, 2.00, 1.95, Fit.OVERFITTING),
+        (0.10, 4.00, 2.10, Fit.OVERFITTING),
         # Neither apart nor about equal.
-        (1.20, 1.41, 1.41),
+        (1.20, 1.41, 1.41, Fit.FITTING),
         # About equal, but no longer falling, and risen by no more than chance.
-        (1.38, 1.42, 1.41),
+        (1.38, 1.42, 1.41, Fit.FITTING),
     ],
 )
-def test_other_losses_are_neither(train_loss: float, val_loss: float, best_loss: float) -> None:
-    assert judge(train_loss, val_loss, best_loss) is Fit.FITTING
+def test_losses_apart_or_risen_are_overfitting_and_equal_ones_that_still_fall_underfitting(
+    train_loss: float, val_loss: float, best_loss: float, fit: Fit
+) -> None:
+    assert judge(train_loss, val_loss, best_loss) is fit

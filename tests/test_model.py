@@ -17,6 +17,7 @@ from torch import Tensor
 from minigpt.bench import random_model
 from minigpt.config import PRESETS, GPTConfig
 from minigpt.evaluation import cross_entropy
+from minigpt.kernels import sliding_window_mask
 from minigpt.model import (
     GPT,
     RMSNorm,
@@ -24,7 +25,6 @@ from minigpt.model import (
     norm_rotate,
     rotary_angles,
     rotate,
-    sliding_window_mask,
     swiglu,
     window_attention,
 )

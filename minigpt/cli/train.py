@@ -250,15 +250,16 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
         minigpt_version=__version__,
         torch_version=torch.__version__,
     )
+    used_threads = set_threads(session.threads)
     if "precision" not in wanted.train_fields:
-        # One for all, though each may find another one the faster.
+        # Tried with the threads that it is for. One for all, though each may find another one the faster.
         config = replace(config, precision=world.from_main(lambda: fastest_precision(chosen_device)))
     n_chars = SAMPLE_CHARS if wanted.sample_chars is None else wanted.sample_chars
     extra = {
         "sources": [_absolute(source) for source in wanted.sources],
         "encoding": wanted.encoding,
         "device": str(chosen_device),
-        "threads": set_threads(session.threads),
+        "threads": used_threads,
         "sample_chars": n_chars,
         "processes": world.size,
     }
