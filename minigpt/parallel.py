@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 # A process that ended is noticed at once; this is for one that hangs, and longer than rank 0 is ever busy alone, with a
 # download for instance.
 TIMEOUT = timedelta(minutes=30)
+
+# How long a process that keeps the count of those that failed waits for the others, which may have been killed.
+ASKED_S = 5.0
 
 Value = TypeVar("Value")
 
@@ -43,6 +47,8 @@ class World:
         self.local_rank = local_rank
         # Torch's key-value store, through which processes find each other; None before they have.
         self._store: Any = None
+        # Whether this process met an error.
+        self._failed = False
 
     @classmethod
     def from_environment(cls) -> World:
@@ -104,11 +110,17 @@ class World:
 
     def leave(self) -> None:
         """Closes the connections; those who still wait for this process learn that it is gone."""
-        if self._store is not None:
-            from torch import distributed
+        if self._store is None:
+            return
+        from torch import distributed
 
-            self._store = None
-            distributed.destroy_process_group()
+        distributed.destroy_process_group()
+        # Those others ask who tells of the error, and without torchrun it is rank 0 that keeps the count.
+        if self._failed and self.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            until = time.monotonic() + ASKED_S
+            while self._store.add("failed", 0) < self.size and time.monotonic() < until:
+                time.sleep(0.01)
+        self._store = None
 
     def first_to_fail(self) -> bool:
         """Whether this process is the one to tell of an error: whoever asks first, or rank 0 where they never met.
@@ -118,6 +130,7 @@ class World:
         """
         if self._store is None:
             return self.is_main
+        self._failed = True
         try:
             times_asked: int = self._store.add("failed", 1)
         except RuntimeError:
