@@ -78,10 +78,10 @@ def compiled(model: nn.Module, device: torch.device) -> Callable[[Tensor], Tenso
 
 
 def _multiplication_s(dtype: torch.dtype) -> float:
-    """Seconds of a matrix product of a training step's size, the fastest of a few."""
-    a, b = torch.ones(1024, 256, dtype=dtype), torch.ones(256, 512, dtype=dtype)
+    """Seconds of a matrix product that is large enough to tell, the fastest of a few."""
+    a, b = torch.ones(256, 256, dtype=dtype), torch.ones(256, 512, dtype=dtype)
     times = []
-    for _ in range(5):
+    for _ in range(4):
         started = time.perf_counter()
         a @ b
         times.append(time.perf_counter() - started)

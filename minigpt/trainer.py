@@ -48,6 +48,8 @@ TRAIN_CHARS = 8192
 # What the time of an update and of an evaluation goes to, in order; the last of each is the caller's.
 UPDATE_PHASES = ("batch", "forward", "backward", "clipping", "optimizer", "reporting")
 EVALUATION_PHASES = ("evaluation", "saving", "showing")
+# What is done once, before the first update of a session.
+COUNTING = "counting"
 
 # A run by the clock first measures its speed on the side, for this share of its time but no longer than this.
 TRIAL_SHARE = 0.02
@@ -145,10 +147,8 @@ class Trainer:
         self.elapsed_s = 0.0
         # Of the batches since the last evaluation.
         self._losses: list[float] = []
-        self._ngrams = None
-        if config.ngram_weight and model.config.vocab_size <= MOST_CHARS and len(train_ids) > MAX_ORDER:
-            self._ngrams = NGrams(train_ids, model.config.vocab_size)
-        self._lap("counting")
+        # Counted before the first update.
+        self._ngrams: NGrams | None = None
 
     @classmethod
     def start(
@@ -316,6 +316,7 @@ class Trainer:
                     self._lap("showing")
             if self.finished:
                 return
+            self._count()
             yield self._update()
             self._lap("reporting")
 
@@ -346,6 +347,13 @@ class Trainer:
         }
         state = TrainingState(values, self._optimizer.state_tensors())
         save_checkpoint(self.folder / LAST, self.model, self.tokenizer, self._facts_now(), state)
+
+    def _count(self) -> None:
+        vocab_size = self.model.config.vocab_size
+        wanted = self.config.ngram_weight and vocab_size <= MOST_CHARS and len(self._train_ids) > MAX_ORDER
+        if wanted and self._ngrams is None:
+            self._ngrams = NGrams(self._train_ids, vocab_size)
+            self._lap(COUNTING)
 
     def _update(self) -> StepReport:
         started = time.perf_counter()
@@ -426,9 +434,10 @@ class Trainer:
         assert self.minutes is not None
         seconds = self.minutes * 60
         weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self._count()
         # The first time is slower: memory is set aside, kernels are loaded.
         self._update()
-        self.stopwatch = Stopwatch()
+        self.stopwatch = Stopwatch({phase: laps for phase, laps in self.stopwatch.to_json().items() if phase == COUNTING})
         enough_s = min(TRIAL_SHARE * seconds, TRIAL_MAX_S)
         # Clocks differ: of several processes the first decides for all.
         while self.world.from_main(

@@ -16,6 +16,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, *options: str | Path, stdin: str | None = None) -> None:
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, *options: str | Path, stdin: str | None = None) -> Outcome:
     """Trains, and presses Ctrl-C during that step."""
     whole = Trainer.steps
 
@@ -70,7 +71,7 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, *options: str | Path,
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "steps", steps)
-        run("train", *options, code=130, stdin=stdin)
+        return run("train", *options, code=130, stdin=stdin)
 
 
 # What a run leaves behind
@@ -246,7 +247,9 @@ def test_a_run_goes_on_from_another_folder_as_if_it_had_never_stopped(
 def test_a_finished_run_says_so_and_stays_as_it_is() -> None:
     train(*QUICK, "--out", "a")
     before = weights_of("checkpoints/a", "last"), log_of("checkpoints/a")
-    done = train("--resume", "a")
+    # There is nothing left to count for.
+    with mock.patch("minigpt.trainer.NGrams", side_effect=AssertionError):
+        done = train("--resume", "a")
     assert "done: 4 steps" in done.stderr
     assert are_equal(weights_of("checkpoints/a", "last"), before[0])
     assert log_of("checkpoints/a") == before[1]
@@ -495,7 +498,7 @@ def test_a_run_that_lost_patience_says_so_and_which_model_is_kept() -> None:
     losses = [line["val_loss"] for line in log_of("checkpoints/a") if "val_loss" in line]
     best, last = losses.index(min(losses)) + 1, len(losses)
     assert last == best + 3 < 40
-    assert f"stopped early, {40 - last} steps before the end: 3 evaluations in a row" in done.stderr
+    assert f"stopped early, {40 - last} steps before the end:\n3 evaluations in a row" in done.stderr
     assert f"better than that of step {best}" in done.stderr
     assert f"best model, which is kept: step {best}," in done.stderr
     assert load("checkpoints/a/best.safetensors").facts.steps == best
@@ -524,6 +527,7 @@ def test_what_the_time_went_to_is_told_when_asked() -> None:
     table = done.stderr[done.stderr.index("phase ") :].splitlines()
     rows = {row.split()[0]: row.split()[1:] for row in table[1:-1]}
     assert list(rows) == [
+        "counting",
         "batch",
         "forward",
         "backward",
@@ -534,12 +538,24 @@ def test_what_the_time_went_to_is_told_when_asked() -> None:
         "saving",
         "showing",
     ]
-    # Nine shares, each rounded to a tenth.
+    # Ten shares, each rounded to a tenth.
     assert sum(float(share.rstrip("%")) for share, _ in rows.values()) == pytest.approx(100, abs=0.5)
     assert float(rows["forward"][1]) > 0
     assert re.fullmatch(r"the optimizer takes \d+% of an update of [\d.]+ ms", table[-1])
     assert "phase " not in train(*QUICK, "--out", "b").stderr
     assert train(*QUICK, "--profile", "--quiet", "--out", "c").stderr == ""
+
+
+def test_what_the_time_went_to_is_told_of_a_stopped_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = stop_after(3, monkeypatch, *QUICK, "--profile", "--out", "a")
+    assert re.search(r"the optimizer takes \d+% of an update", stopped.stderr)
+
+
+def test_too_many_characters_to_smooth_the_targets_are_said() -> None:
+    Path("many.txt").write_text("".join(map(chr, range(0x4E00, 0x4E00 + 520))) * 3, encoding="utf-8")
+    assert "more than 512 different ones are too many to smooth" in train("many.txt", *QUICK[1:], "--out", "a").stderr
+    assert "too many to smooth" not in train("many.txt", *QUICK[1:], "--ngram-weight", "0", "--out", "b").stderr
+    assert "too many to smooth" not in train(*QUICK, "--out", "c").stderr
 
 
 def test_a_loss_that_is_not_finite_stops_with_advice_and_a_checkpoint() -> None:

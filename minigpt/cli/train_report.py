@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,18 +16,21 @@ from minigpt import console
 from minigpt.errors import MissingPackageError, ReportError
 from minigpt.fit import Fit, judge
 from minigpt.history import read_history
+from minigpt.ngrams import MOST_CHARS
 from minigpt.plot import plot_losses
 from minigpt.runs import CHECKPOINTS, LOSS_PLOT
 from minigpt.samples import forget_samples, keep_sample, sample
 from minigpt.stopwatch import Stopwatch
 from minigpt.tensorboard import LogCopy, clear_events
-from minigpt.trainer import EVALUATION_PHASES, UPDATE_PHASES, EvalReport, StepReport, Trainer
+from minigpt.trainer import COUNTING, EVALUATION_PHASES, UPDATE_PHASES, EvalReport, StepReport, Trainer
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 # Characters of the sample that is shown at evaluations on a terminal; the file has more.
 SHOWN_CHARS = 160
+# Columns of longer sentences: they fit every terminal.
+PROSE_WIDTH = 78
 
 
 class TrainReport:
@@ -107,6 +111,7 @@ class TrainReport:
         again = f"minigpt train --resume {_quoted(self._trainer.folder)}"
         self._note(f"stopped and saved after step {self._trainer.step:,}; go on with: {again}")
         self._attempt(self._plot_losses)
+        self._note_profile()
 
     def finished(self) -> None:
         """There is no step left to take; the ``with`` block has ended."""
@@ -114,6 +119,9 @@ class TrainReport:
         if not self._quiet:
             self._attempt(self._show_losses)
         self._note(_summary(self._trainer))
+        self._note_profile()
+
+    def _note_profile(self) -> None:
         if self._profile:
             self._note(_profile(self._trainer.stopwatch))
 
@@ -186,6 +194,8 @@ def _opening(trainer: Trainer) -> str:
         trainer.held_out,
         f"{parameters:,} parameters, {_steps(trainer)} steps{in_minutes}{resumed}{often}, in {trainer.folder}",
     ]
+    if config.ngram_weight and trainer.model.config.vocab_size > MOST_CHARS:
+        lines.append(f"more than {MOST_CHARS} different ones are too many to smooth the targets by counts of the text")
     if by_clock and config.steps <= config.warmup_steps:
         lines.append(
             f"the learning rates need {config.warmup_steps:,} steps to rise: give more --minutes, fewer --warmup-steps"
@@ -227,10 +237,10 @@ def _summary(trainer: Trainer) -> str:
     facts, best_step = trainer.facts, trainer.best_step
     lines = [f"done: {_count(trainer.step)} in {trainer.elapsed_s:.0f} s, saved in {trainer.folder}"]
     if trainer.step < trainer.config.steps:
-        lines.append(
-            f"stopped early, {_count(trainer.config.steps - trainer.step)} before the end: {trainer.config.patience}"
-            f" evaluations in a row were not better than that of step {best_step:,}"
-        )
+        lines += [
+            f"stopped early, {_count(trainer.config.steps - trainer.step)} before the end:",
+            f"{trainer.config.patience} evaluations in a row were not better than that of step {best_step:,}",
+        ]
     # Runs of an earlier version did not measure both in the same way.
     train_loss = "" if trainer.best_train_loss is None else f"loss {trainer.best_train_loss:.4f}, "
     kept = "best and last model" if best_step == trainer.step else "best model, which is kept"
@@ -256,26 +266,31 @@ def _advice(trainer: Trainer) -> list[str]:
     assert trainer.best_loss is not None
     fit = judge(facts.train_loss, facts.val_loss, trainer.best_loss)
     if fit is Fit.OVERFITTING:
-        return [
-            "it learns its text by heart (overfitting): more text would help most, else a smaller model, more",
-            "--dropout, or fewer --steps (a smaller --eval-every with --patience 2 finds out how many)",
-        ]
+        return textwrap.wrap(
+            "it learns its text by heart (overfitting): more text would help most, else a smaller model, more --dropout,"
+            " or fewer --steps (a smaller --eval-every with --patience 2 finds out how many)",
+            PROSE_WIDTH,
+            break_on_hyphens=False,
+        )
     if fit is Fit.UNDERFITTING:
-        return [
-            "it could learn more from this text (underfitting): train longer (--minutes or --steps), or with a larger",
-            "--preset",
-        ]
+        return textwrap.wrap(
+            "it could learn more from this text (underfitting): train longer (--minutes or --steps), or with a larger"
+            " --preset",
+            PROSE_WIDTH,
+            break_on_hyphens=False,
+        )
     return []
 
 
 def _profile(stopwatch: Stopwatch) -> str:
     """A table of where the time of the run went, and the share of the optimizer in an update."""
-    whole = stopwatch.seconds(*UPDATE_PHASES, *EVALUATION_PHASES)
+    phases = (COUNTING, *UPDATE_PHASES, *EVALUATION_PHASES)
+    whole = stopwatch.seconds(*phases)
     steps = stopwatch.laps("optimizer")
     if not steps:
         return "no step was measured"
     lines = ["phase       share  ms a step"]
-    for phase in (*UPDATE_PHASES, *EVALUATION_PHASES):
+    for phase in phases:
         seconds = stopwatch.seconds(phase)
         lines.append(f"{phase:<10} {seconds / whole:>6.1%} {seconds / steps * 1000:>10.2f}")
     update = stopwatch.seconds(*UPDATE_PHASES)
