@@ -437,7 +437,8 @@ class Trainer:
         self._count()
         # The first time is slower: memory is set aside, kernels are loaded.
         self._update()
-        self.stopwatch = Stopwatch({phase: laps for phase, laps in self.stopwatch.to_json().items() if phase == COUNTING})
+        laps = self.stopwatch.to_json()
+        self.stopwatch = Stopwatch({phase: laps[phase] for phase in laps if phase == COUNTING})
         enough_s = min(TRIAL_SHARE * seconds, TRIAL_MAX_S)
         # Clocks differ: of several processes the first decides for all.
         while self.world.from_main(

@@ -267,8 +267,8 @@ def _advice(trainer: Trainer) -> list[str]:
     fit = judge(facts.train_loss, facts.val_loss, trainer.best_loss)
     if fit is Fit.OVERFITTING:
         return textwrap.wrap(
-            "it learns its text by heart (overfitting): more text would help most, else a smaller model, more --dropout,"
-            " or fewer --steps (a smaller --eval-every with --patience 2 finds out how many)",
+            "it learns its text by heart (overfitting): more text would help most, else a smaller model, more"
+            " --dropout, or fewer --steps (a smaller --eval-every with --patience 2 finds out how many)",
             PROSE_WIDTH,
             break_on_hyphens=False,
         )
