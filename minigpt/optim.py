@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from minigpt.config import TrainConfig
 from minigpt.model import GPT
@@ -52,11 +51,13 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     Source:
         On X with A = X X^T a polynomial of the singular values is (a + b A + c A^2) X (Jordan et al. 2024, "Muon").
     """
-    X: Tensor = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    first, *others = POLYNOMIALS
+    A = matrices @ matrices.mT
+    # Of the matrices divided by their norms, without dividing them: the trace is the squared norm.
+    squared_norm = A.diagonal(dim1=-2, dim2=-1).sum(dim=-1).clamp(min=1e-14)[:, None, None]
     # A factor is what a polynomial multiplies by. The first lifts the small singular values, whose squares would drown
     # in the rounding of A; then all is worked out in terms of A, which is smaller than X.
-    first, *others = POLYNOMIALS
-    X = _factor(X @ X.mT, *first) @ X
+    X = _factor(A / squared_norm, *first).div_(squared_norm.sqrt()) @ matrices
     A = X @ X.mT
     product = _factor(A, *others[0])
     factor = product
@@ -91,26 +92,48 @@ class Muon:
     def __init__(self, params: Sequence[Tensor], lr: float, weight_decay: float) -> None:
         self.lr = lr
         self.weight_decay = weight_decay
-        self.momentum = {param: torch.zeros_like(param) for param in params}
-        # By the shape of their blocks.
-        self._groups: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        by_shape: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         for param in params:
-            self._groups[_block_shape(param)].append(param)
+            by_shape[_block_shape(param)].append(param)
+        self._stacks = [_Stack(members, *shape) for shape, members in by_shape.items()]
+        self.momentum = {
+            param: momentum
+            for stack in self._stacks
+            for param, momentum in zip(stack.params, stack.of_params(stack.momentum), strict=True)
+        }
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
         """One update at ``factor`` times the peak learning rate, from the gradients that stand in the parameters."""
         lr = self.lr * factor
-        for params in self._groups.values():
-            momenta, grads = [self.momentum[param] for param in params], [_gradient(param) for param in params]
-            torch._foreach_lerp_(momenta, grads, 1 - MUON_MOMENTUM)
+        for stack in self._stacks:
+            torch._foreach_copy_(stack.of_params(stack.update), [_gradient(param) for param in stack.params])
+            stack.momentum.lerp_(stack.update, 1 - MUON_MOMENTUM)
             # Nesterov's look ahead.
-            blocks = [_blocks(update) for update in torch._foreach_lerp(grads, momenta, MUON_MOMENTUM)]
-            orthogonal = torch.split(orthogonalise(torch.cat(blocks)), [len(part) for part in blocks])
-            updates = [part.flatten(0, 1)[: len(param)] for param, part in zip(params, orthogonal, strict=True)]
+            stack.update.lerp_(stack.momentum, MUON_MOMENTUM)
             if self.weight_decay:
-                torch._foreach_mul_(params, 1 - lr * self.weight_decay)
-            torch._foreach_add_(params, updates, alpha=-lr)
+                torch._foreach_mul_(stack.params, 1 - lr * self.weight_decay)
+            torch._foreach_add_(stack.params, stack.of_params(orthogonalise(stack.update)), alpha=-lr)
+
+
+class _Stack:
+    """Matrices whose blocks of rows have one shape, and what an update needs of all of them in one piece.
+
+    Args:
+        params: the matrices.
+        rows, columns: of a block. The last one of a matrix is filled up with zeros.
+    """
+
+    def __init__(self, params: list[Tensor], rows: int, columns: int) -> None:
+        self.params = params
+        self._n_blocks = [-(-len(param) // rows) for param in params]
+        self.momentum = params[0].new_zeros(sum(self._n_blocks), rows, columns)
+        self.update = torch.zeros_like(self.momentum)
+
+    def of_params(self, blocks: Tensor) -> list[Tensor]:
+        """The matrices that blocks like `momentum` are made of, as views."""
+        parts = zip(blocks.split(self._n_blocks), self.params, strict=True)
+        return [part.flatten(0, 1)[: len(param)] for part, param in parts]
 
 
 class Optimizer:
@@ -191,12 +214,6 @@ def _block_shape(matrix: Tensor) -> tuple[int, int]:
     """Rows and columns of its blocks, which are no higher than wide."""
     rows, columns = matrix.shape
     return min(BLOCK_ROWS, rows, columns), columns
-
-
-def _blocks(matrix: Tensor) -> Tensor:
-    """The matrix in blocks of rows, (N, rows, columns), the last one filled up with zeros."""
-    rows, columns = _block_shape(matrix)
-    return functional.pad(matrix, (0, 0, 0, -len(matrix) % rows)).view(-1, rows, columns)
 
 
 def _take(tensors: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
