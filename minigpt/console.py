@@ -25,8 +25,15 @@ CURVES_MAX_WIDTH = 100
 
 
 def note(text: str) -> None:
-    """One message to the person, on stderr, above a progress bar if there is one."""
-    tqdm.write(text, file=sys.stderr)
+    """One message to the person, on stderr, above a progress bar if there is one.
+
+    Where nobody reads it any more (``2>&1 | head``), it and all later ones are lost: what it tells of goes on.
+    """
+    try:
+        tqdm.write(text, file=sys.stderr)
+        sys.stderr.flush()
+    except OSError:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
 
 
 def notes(quiet: bool) -> Note:

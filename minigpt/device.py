@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from minigpt.errors import DeviceError
+from minigpt.config import GPTConfig
+from minigpt.errors import ConfigError, DeviceError
 from minigpt.parallel import ALONE, World
 
 # A hundred thousand would crash the process in OpenMP.
@@ -54,6 +56,33 @@ def set_threads(threads: int | None) -> int:
     return torch.get_num_threads()
 
 
+def require_memory(config: GPTConfig, batch_size: int) -> None:
+    """Refuses at once what could only fail after a long time of swapping.
+
+    Raises:
+        ConfigError: training such a model needs more memory than this machine has.
+    """
+    if not hasattr(os, "sysconf"):
+        # Windows; there the allocation fails.
+        return
+    there_is = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    C, F, V = config.n_embd, config.n_inner, config.vocab_size
+    # Weights, gradients and momenta in float32.
+    parameters = config.n_layer * (4 * C * C + 3 * C * F) + 2 * C * V
+    model_bytes = 3 * 4 * parameters
+    # The least that is kept for the backward pass: ids and logits, and of a layer its stream and feed-forward widths.
+    batch_bytes = 4 * batch_size * config.block_size * (2 + V + config.n_layer * (C + 3 * F))
+    for what, needed, remedy in (
+        (f"a model of n_layer={config.n_layer} and n_embd={C}", model_bytes, "smaller ones"),
+        (f"a batch_size of {batch_size}", batch_bytes, "a smaller one"),
+    ):
+        if needed > there_is:
+            raise ConfigError(
+                f"{what} needs {needed / 1e9:,.0f} GB of memory to train, and there are {there_is / 1e9:,.0f}: choose"
+                f" {remedy}"
+            )
+
+
 def fastest_precision(device: torch.device) -> str:
     """The number format in which the device multiplies matrices fastest: "float32" or "bfloat16".
 
@@ -61,7 +90,7 @@ def fastest_precision(device: torch.device) -> str:
     slower, so both are tried for a moment.
     """
     if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     if device.type != "cpu":
         return "float32"
     times = {name: _multiplication_s(getattr(torch, name)) for name in ("float32", "bfloat16")}

@@ -20,7 +20,7 @@ class LoggedUpdates:
     batch_loss: float
     # Share of the peak learning rates in the last of them.
     lr_factor: float
-    # Seconds spent in updates since the run began.
+    # Of the run so far, see `minigpt.trainer.Trainer`.
     elapsed_s: float
 
 

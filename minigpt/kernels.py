@@ -1,8 +1,7 @@
 """The parts of the network that training spends its time in besides matrix products, each in few passes over memory.
 
-Each is a function of the model's with its gradient derived by hand: what the plain formula leaves to one operator after
-the other, and to the automatic gradient of each, is done here in place. They serve the CPU; elsewhere the plain
-formulas of `model` do, which compilers fuse.
+Each computes a function of `model` and its gradient in place, where the plain formula would make a temporary tensor for
+every operator. They serve the CPU; elsewhere the plain formulas are compiled.
 
 Shape letters as in `model`: B, T, C, H, D, S, F.
 """
@@ -10,6 +9,7 @@ Shape letters as in `model`: B, T, C, H, D, S, F.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, cast
 
@@ -145,7 +145,8 @@ class _BandedAttention(torch.autograd.Function):
         q, k, v = q.reshape(B * H, T, D), k.reshape(B * H, S, D), v.reshape(B * H, S, D)
         y = torch.empty_like(q)
         weights = []
-        for rows, columns, mask in _blocks(T, S, window, q.dtype):
+        for rows, columns in _blocks(T, S, window):
+            mask = _mask(rows.stop - rows.start, columns.stop - columns.start, window, q.dtype)
             scores = torch.baddbmm(mask, q[:, rows], k[:, columns].mT, alpha=1 / math.sqrt(D))
             weights.append(scores.softmax(dim=-1))
             y[:, rows] = weights[-1] @ v[:, columns]
@@ -160,8 +161,7 @@ class _BandedAttention(torch.autograd.Function):
         S = k.shape[1]
         grad_y = grads[0].reshape(B * H, T, D)
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        blocks = _blocks(T, S, ctx.window, q.dtype)
-        for weights, (rows, columns, _) in zip(all_weights, blocks, strict=True):
+        for weights, (rows, columns) in zip(all_weights, _blocks(T, S, ctx.window), strict=True):
             grad_v[:, columns] += weights.mT @ grad_y[:, rows]
             grad_weights = grad_y[:, rows] @ v[:, columns].mT
             grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
@@ -170,19 +170,19 @@ class _BandedAttention(torch.autograd.Function):
         return grad_q.view(B, H, T, D), grad_k.view(B, H, S, D), grad_v.view(B, H, S, D), None
 
 
-@lru_cache(maxsize=64)
-def _blocks(T: int, S: int, window: int, dtype: torch.dtype) -> list[tuple[slice, slice, Tensor]]:
-    """For each block of the last T of S positions: its queries, the keys they may read, and 0 or -inf for each pair."""
-    blocks = []
+def _blocks(T: int, S: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """For each block of the last T of S positions: its queries, and the keys that any of them may read."""
     for start in range(0, T, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, T)
-        # Positions of the queries, and the first one that any of them reads.
+        # Positions of the queries.
         first, last = S - T + start, S - T + stop
-        lowest = max(0, first - window + 1)
-        readable = sliding_window_mask(stop - start, last - lowest, window)
-        mask = torch.zeros(readable.shape, dtype=dtype).masked_fill(~readable, -math.inf)
-        blocks.append((slice(start, stop), slice(lowest, last), mask))
-    return blocks
+        yield slice(start, stop), slice(max(0, first - window + 1), last)
+
+
+@lru_cache(maxsize=64)
+def _mask(T: int, S: int, window: int, dtype: torch.dtype) -> Tensor:
+    """0 where one of the last T of S positions may read a key, -inf elsewhere, (T, S)."""
+    return torch.zeros(T, S, dtype=dtype).masked_fill(~sliding_window_mask(T, S, window), -math.inf)
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:

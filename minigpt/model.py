@@ -33,7 +33,7 @@ NORM_EPS = 1e-6
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Scaled dot-product attention, as the formula has it: softmax(q k^T / sqrt(D)) v.
 
-    The reference for `fused_attention`, which the model runs; the two agree to rounding.
+    The reference for `window_attention`, which the model runs; the two agree to rounding.
 
     Args:
         q: queries, (B, H, T, D).
@@ -277,7 +277,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator | None) -> None:
-        # Variance-preserving matrices, as torch draws them by default: uniform in +-1 / sqrt(fan_in).
+        # As torch draws them by default: uniform in +-1 / sqrt(fan_in). The scale matters little, for what goes into
+        # most of them is normed.
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 bound = 1 / math.sqrt(module.in_features)

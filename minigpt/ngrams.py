@@ -42,12 +42,13 @@ class NGrams:
     def __init__(self, ids: Ids, vocab_size: int) -> None:
         self._ids = ids
         self._vocab_size = vocab_size
-        # The positions MAX_ORDER + i with i % stride < length are counted: those that have a whole context before them.
+        # The positions MAX_ORDER + i with i % stride < length are counted, up to an end; all have a whole context.
         self._stride = self._length = len(ids) - MAX_ORDER
         if self._length > MOST_COUNTED:
             self._stride, self._length = self._stride // CHUNKS, MOST_COUNTED // CHUNKS
         starts = np.arange(MAX_ORDER, len(ids) - self._length + 1, self._stride)
         positions = (starts[:, None] + np.arange(self._length)).reshape(-1)
+        self._end = int(positions[-1]) + 1
         targets = ids[positions].astype(np.int64)
         # What is kept of a count of 0, 1, 2 ... after its discount. It grows, so the count can be told from it.
         self._kept_of = _kept(torch.arange(len(positions) + 1, dtype=torch.float32))
@@ -82,7 +83,8 @@ class NGrams:
         """
         targets = torch.from_numpy(self._ids[positions].astype(np.int64))[:, None]
         offsets = positions - MAX_ORDER
-        counted = torch.from_numpy(((offsets >= 0) & (offsets % self._stride < self._length)).astype(np.int64))[:, None]
+        in_piece = (offsets >= 0) & (offsets % self._stride < self._length) & (positions < self._end)
+        counted = torch.from_numpy(in_piece.astype(np.int64))[:, None]
         probabilities = torch.full((len(positions), self._vocab_size), 1 / self._vocab_size)
         rows = torch.zeros(len(positions), dtype=torch.int64)
         for order, table in enumerate(self._tables):

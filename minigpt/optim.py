@@ -15,9 +15,9 @@ from minigpt.model import GPT
 # Averages over about 10 steps, with Nesterov's look ahead (Jordan et al. 2024, "Muon: An optimizer for hidden layers in
 # neural networks", has 0.95; in runs of a thousand steps 0.9 learns more).
 MUON_MOMENTUM = 0.9
-# Odd polynomials a x + b x^3 + c x^5, applied one after the other. Each is the one nearest to 1 over the range that
-# those before it leave of the singular values from 0.001 to 1, which makes the whole nearest (Amsel et al. 2025, "The
-# Polar Express"). These four learn as well as five of Muon's own do.
+# Odd polynomials a x + b x^3 + c x^5, applied one after the other. Each is the best approximation of 1 on the range of
+# singular values that those before it leave, starting from 0.001 to 1; so is the whole (Amsel et al. 2025, "The Polar
+# Express"). These four learn as well as five of Muon's own do.
 POLYNOMIALS = (
     (8.4703, -25.1081, 18.6293),
     (4.1828, -3.1087, 0.5806),
@@ -34,9 +34,12 @@ ADAMW_BETAS = (0.9, 0.95)
 def learning_rate_factor(step: int, config: TrainConfig) -> float:
     """What the peak learning rates are multiplied by at a step (from 0): warm-up, constant, linear fall to zero."""
     warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    remaining = 1 - step / config.steps
-    decay = min(1.0, remaining / config.decay_fraction) if config.decay_fraction else 1.0
-    return warmup * decay
+    return warmup * decay_factor(step, config)
+
+
+def decay_factor(step: int, config: TrainConfig) -> float:
+    """What is left of the learning rates at a step (from 0) near the end: 1, then a linear fall to zero."""
+    return min(1.0, (1 - step / config.steps) / config.decay_fraction) if config.decay_fraction else 1.0
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
@@ -132,7 +135,7 @@ class _Stack:
 
     def of_params(self, blocks: Tensor) -> list[Tensor]:
         """The matrices that blocks like `momentum` are made of, as views."""
-        parts = zip(blocks.split(self._n_blocks), self.params, strict=True)
+        parts = zip(torch.split(blocks, self._n_blocks), self.params, strict=True)
         return [part.flatten(0, 1)[: len(param)] for part, param in parts]
 
 
@@ -196,9 +199,8 @@ class Optimizer:
             # Before the first step AdamW has no state at all.
             if stepped:
                 self._adamw.state[param] = {
-                    "step": _take(left, f"{name}/step", torch.Size()).clone(),
-                    "exp_avg": _take(left, f"{name}/exp_avg", param.shape).to(param.device, copy=True),
-                    "exp_avg_sq": _take(left, f"{name}/exp_avg_sq", param.shape).to(param.device, copy=True),
+                    what: _take(left, f"{name}/{what}", shape).to(param.device, copy=True)
+                    for what, shape in (("step", torch.Size()), ("exp_avg", param.shape), ("exp_avg_sq", param.shape))
                 }
         if left:
             raise ValueError(f"unknown optimizer state {min(left)!r}")

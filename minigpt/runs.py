@@ -1,10 +1,13 @@
 """Run folders, ``checkpoints/<name>/`` under the working directory: their files, their names, which is the newest.
 
-A run is a folder with at least one checkpoint in it; a folder without is free to be used.
+A run is a folder with at least one checkpoint in it; a folder without is free to be used, unless it holds files that
+a run would write over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from minigpt.errors import CheckpointError
@@ -22,6 +25,11 @@ SAMPLES = "samples.txt"
 LOSS_PLOT = "loss.svg"
 # A folder: a copy of the log for TensorBoard.
 TENSORBOARD = "tensorboard"
+# Held by the process that trains the run; the system lets go of it however that ends.
+LOCK = ".lock"
+
+# A sentence that lists runs names no more than this many, the newest.
+MOST_NAMED = 8
 
 
 def run_folder(name: str) -> Path:
@@ -41,6 +49,41 @@ def is_run(folder: Path) -> bool:
     return _is_file(folder / LAST) or _is_file(folder / BEST)
 
 
+def foreign_file(folder: Path) -> Path | None:
+    """A file or folder that a run would replace, in a folder that is no run; None if there is none."""
+    if is_run(folder):
+        return None
+    paths = [folder / name for name in (LOG, SAMPLES, LOSS_PLOT, TENSORBOARD)]
+    return next((path for path in paths if _is_there(path)), None)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes from training the run, whose folder is made if there is none.
+
+    Raises:
+        CheckpointError: one does, or the folder cannot be made.
+    """
+    # Here, since only training needs it.
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / LOCK)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise CheckpointError(f"another process trains {folder} just now: wait until it is done, or stop it") from None
+    except NotImplementedError:
+        # Some network folders know no locks; one process at a time is then up to the user.
+        pass
+    except OSError as error:
+        raise CheckpointError(f"cannot make the run folder {folder}: {error.strerror or error}") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def runs() -> list[str]:
     """Names of the runs under ``checkpoints/``, the newest first."""
     if not CHECKPOINTS.is_dir():
@@ -50,9 +93,9 @@ def runs() -> list[str]:
 
 
 def free_name(base: str) -> str:
-    """``base``, or ``base-2``, ``base-3`` ... where there is a run of that name."""
+    """``base``, or ``base-2``, ``base-3`` ... where there is a run of that name, or what one would replace."""
     name, n = base, 1
-    while is_run(CHECKPOINTS / name):
+    while is_run(CHECKPOINTS / name) or foreign_file(CHECKPOINTS / name):
         n += 1
         name = f"{base}-{n}"
     return name
@@ -96,15 +139,21 @@ def _folders(name: str) -> list[Path]:
 
 
 def _is_file(path: Path) -> bool:
+    return _is_there(path) and path.is_file()
+
+
+def _is_there(path: Path) -> bool:
     try:
-        return path.is_file()
+        return path.exists()
     except (OSError, ValueError):
-        # A name too long, or with a NUL byte in it, is no file's.
+        # A name too long, or with a NUL byte in it, is nobody's.
         return False
 
 
 def _known_runs() -> str:
     names = runs()
+    if len(names) > MOST_NAMED:
+        names[MOST_NAMED:] = [f"and {len(names) - MOST_NAMED:,} more"]
     return f"the runs here are {', '.join(names)}" if names else f"there are no runs in {CHECKPOINTS.resolve()}"
 
 

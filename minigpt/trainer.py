@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,16 @@ from minigpt.atomic import replacing
 from minigpt.checkpoint import Checkpoint, Facts, TrainingState, save_checkpoint
 from minigpt.config import GPTConfig, TrainConfig, settings_from_json, settings_to_json
 from minigpt.corpus import Ids, batch
-from minigpt.device import compiled
+from minigpt.device import compiled, require_memory
 from minigpt.errors import CheckpointError, ConfigError, TrainingError
 from minigpt.evaluation import window_loss
+from minigpt.history import LoggedEvaluation, parse_line
 from minigpt.model import GPT
 from minigpt.ngrams import MAX_ORDER, MOST_CHARS, NGrams
-from minigpt.optim import Optimizer, learning_rate_factor
+from minigpt.optim import Optimizer, decay_factor, learning_rate_factor
+from minigpt.pacing import TRIAL_MAX_S, TRIAL_SHARE, eval_every_for, rates_fall, steps_for, warmup_for
 from minigpt.parallel import ALONE, World
-from minigpt.runs import BEST, LAST, LOG
+from minigpt.runs import BEST, LAST, LOG, is_run
 from minigpt.stopwatch import Stopwatch
 from minigpt.tokenizer import CharTokenizer
 
@@ -50,13 +53,6 @@ UPDATE_PHASES = ("batch", "forward", "backward", "clipping", "optimizer", "repor
 EVALUATION_PHASES = ("evaluation", "saving", "showing")
 # What is done once, before the first update of a session.
 COUNTING = "counting"
-
-# A run by the clock first measures its speed on the side, for this share of its time but no longer than this.
-TRIAL_SHARE = 0.02
-TRIAL_MAX_S = 20.0
-# It evaluates about so often, unless told otherwise: fewer times where that would take more than this share of it.
-EVALUATIONS = 5
-EVALUATIONS_SHARE = 0.15
 
 # Separate streams of random numbers: drawing from one does not move another.
 _INIT, _BATCH, _DROPOUT = range(3)
@@ -135,7 +131,7 @@ class Trainer:
         self.step = 0
         self.best_loss: float | None = None
         self.best_step: int | None = None
-        # Of the best model; None where a run of an earlier version did not measure it.
+        # Of the best model.
         self.best_train_loss: float | None = None
         # What the run is to take, where that decides on the number of steps.
         self.minutes: float | None = None
@@ -145,8 +141,8 @@ class Trainer:
         self._evaluated_step: int | None = None
         # Seconds spent in training, evaluating and saving, and in getting ready for it, over all sessions of the run.
         self.elapsed_s = 0.0
-        # Of the batches since the last evaluation.
-        self._losses: list[float] = []
+        # Of the newest batches.
+        self._losses: deque[float] = deque(maxlen=LOG_EVERY)
         # Counted before the first update.
         self._ngrams: NGrams | None = None
 
@@ -164,7 +160,7 @@ class Trainer:
         device: torch.device | str = "cpu",
         extra: dict[str, Any] | None = None,
         minutes: float | None = None,
-        choose_eval_every: bool = False,
+        choose: Collection[str] = (),
         world: World = ALONE,
     ) -> Trainer:
         """A new run, which is on disk, ready to be resumed, when this returns. What the folder held is replaced.
@@ -172,15 +168,16 @@ class Trainer:
         Args:
             minutes: how long the run is to take, with measuring its speed; more than 0, instead of ``config.steps``.
                 Until `planned` is true, the number of steps is an estimate.
-            choose_eval_every: evaluate a sensible number of times in these minutes, instead of ``config.eval_every``.
+            choose: fields of ``config`` to choose for these minutes, of ``eval_every`` and ``warmup_steps``.
 
         Raises:
             CheckpointError: the folder cannot be written.
-            ConfigError: the model does not fit into memory, or the batch is too small for the processes.
+            ConfigError: the model or its batches do not fit into memory, or the batch is too small for the processes.
         """
         if minutes is not None and not 0 < minutes < math.inf:
             raise ValueError(f"minutes={minutes} must be a finite number, more than 0")
         world.require_rows(config.batch_size)
+        require_memory(model_config, -(-config.batch_size // world.size))
         generator = torch.Generator().manual_seed(_derived_seed(config.seed, _INIT, 0))
         # Torch's layers draw from its global generator before our values replace theirs.
         try:
@@ -199,7 +196,11 @@ class Trainer:
             raise CheckpointError(f"cannot make the run folder {folder}: {error.strerror or error}") from None
         if minutes is not None:
             trainer.minutes = minutes
-            trainer._measure_speed(choose_eval_every)
+            trainer._measure_speed(choose)
+        elif world.from_main(lambda: is_run(folder)):
+            # What cannot take a step must not replace a run.
+            with trainer._taken_back():
+                trainer._update()
         trainer.save()
         trainer._tidy_folder()
         return trainer
@@ -239,21 +240,21 @@ class Trainer:
             )
             trainer.step = _step(values["step"], config.steps)
             if values["best_loss"] is not None:
-                trainer.best_loss, trainer.best_step = (
+                trainer.best_loss, trainer.best_train_loss = (
                     float(values["best_loss"]),
-                    _step(values["best_step"], trainer.step),
+                    float(values["best_train_loss"]),
                 )
+                trainer.best_step = _step(values["best_step"], trainer.step)
             if values["evaluated_step"] is not None:
                 trainer._evaluated_step = _step(values["evaluated_step"], trainer.step)
             trainer.elapsed_s = float(values["elapsed_s"])
-            # Runs of earlier versions have none of these.
-            if values.get("best_train_loss") is not None:
-                trainer.best_train_loss = float(values["best_train_loss"])
-            if values.get("minutes") is not None:
+            if values["minutes"] is not None:
                 trainer.minutes = float(values["minutes"])
-            trainer.stopwatch = Stopwatch(values.get("stopwatch"))
-            trainer._losses = [float(loss) for loss in values["losses"]]
-            if len(trainer._losses) != trainer.step - (trainer._evaluated_step or 0):
+                if not 0 < trainer.minutes < math.inf:
+                    raise ValueError(f"minutes is {trainer.minutes}")
+            trainer.stopwatch = Stopwatch(values["stopwatch"])
+            trainer._losses.extend(float(loss) for loss in values["losses"])
+            if len(trainer._losses) != min(trainer.step, LOG_EVERY):
                 raise ValueError(f"it has {len(trainer._losses)} losses")
             trainer._optimizer.load_state_tensors(checkpoint.state.tensors)
         except (KeyError, TypeError, ValueError, ConfigError) as error:
@@ -270,14 +271,17 @@ class Trainer:
     @property
     def held_out(self) -> str:
         """How the held-out part is used, in words."""
-        share = min(1.0, self.config.eval_chars / len(self._val_ids)) if self.config.eval_chars else 1.0
-        read = "all" if share == 1 else f"{share:.0%}"
+        n_chars = len(self._val_ids)
+        # As `window_loss` reads them: in whole windows, at least one.
+        block_size = self.model.config.block_size
+        read_chars = max(1, self.config.eval_chars // block_size) * block_size if self.config.eval_chars else n_chars
+        read = "all" if read_chars >= n_chars else f"{min(99, max(1, round(100 * read_chars / n_chars)))}%"
         return f"the last {len(self._val_ids):,} are held out; each evaluation reads {read} of them"
 
     @property
     def planned(self) -> bool:
         """Whether ``config.steps`` is settled: a run by the clock estimates it until its rates begin to fall."""
-        return self.minutes is None or self.finished or _falls(self.step, self.config)
+        return self.minutes is None or self.finished or rates_fall(self.step, self.config)
 
     @property
     def out_of_patience(self) -> bool:
@@ -312,11 +316,11 @@ class Trainer:
             due = self.step == self.config.steps or (self.step > 0 and self.step % self.config.eval_every == 0)
             if due and self._evaluated_step != self.step:
                 yield self._evaluate()
+                # After the last one the run is saved: its time must not move any more.
                 if not self.finished:
                     self._lap("showing")
             if self.finished:
                 return
-            self._count()
             yield self._update()
             self._lap("reporting")
 
@@ -342,20 +346,32 @@ class Trainer:
             "elapsed_s": self.elapsed_s,
             "minutes": self.minutes,
             "stopwatch": self.stopwatch.to_json(),
-            "losses": self._losses,
+            "losses": list(self._losses),
             "extra": self._extra,
         }
         state = TrainingState(values, self._optimizer.state_tensors())
         save_checkpoint(self.folder / LAST, self.model, self.tokenizer, self._facts_now(), state)
 
+    def _update(self) -> StepReport:
+        self._count()
+        try:
+            return self._take_step()
+        except (RuntimeError, MemoryError) as error:
+            if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
+                raise
+            raise TrainingError(
+                f"a step of --batch-size {self.config.batch_size} does not fit into memory: choose a smaller one"
+            ) from None
+
     def _count(self) -> None:
+        """Counts the text, once, where counts are wanted and possible."""
         vocab_size = self.model.config.vocab_size
         wanted = self.config.ngram_weight and vocab_size <= MOST_CHARS and len(self._train_ids) > MAX_ORDER
         if wanted and self._ngrams is None:
             self._ngrams = NGrams(self._train_ids, vocab_size)
             self._lap(COUNTING)
 
-    def _update(self) -> StepReport:
+    def _take_step(self) -> StepReport:
         started = time.perf_counter()
         config, device = self.config, self.model.lm_head.weight.device
         generator = torch.Generator().manual_seed(_derived_seed(config.seed, _BATCH, self.step))
@@ -373,7 +389,9 @@ class Trainer:
             torch.manual_seed(_derived_seed(config.seed, _DROPOUT, self.step, self.world.rank))
             with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
                 logits = self._forward(x)
-        loss, objective = training_loss(logits.float(), targets, smoothed, config.ngram_weight)
+        # Counts teach fast at first, but know less in the end than the model: their share falls as the rates do.
+        ngram_weight = config.ngram_weight * decay_factor(self.step, config)
+        loss, objective = training_loss(logits.float(), targets, smoothed, ngram_weight)
         loss_value = self.world.sum(weight * loss.item())
         self._require_finite("loss", loss_value)
         self._lap("forward")
@@ -391,8 +409,8 @@ class Trainer:
         self._losses.append(loss_value)
         elapsed_s = time.perf_counter() - started
         if self.step % LOG_EVERY == 0:
-            recent = self._losses[-LOG_EVERY:]
-            self._log(step=self.step, batch_loss=sum(recent) / len(recent), lr_factor=factor, elapsed_s=self.elapsed_s)
+            batch_loss = sum(self._losses) / LOG_EVERY
+            self._log(step=self.step, batch_loss=batch_loss, lr_factor=factor, elapsed_s=self.elapsed_s)
         return StepReport(self.step, loss_value, factor, grad_norm, examples.x.numel() / elapsed_s)
 
     def _evaluate(self) -> EvalReport:
@@ -409,7 +427,6 @@ class Trainer:
             self.best_loss, self.best_train_loss, self.best_step = val_loss, train_loss, self.step
             if self.world.is_main:
                 save_checkpoint(self.folder / BEST, self.model, self.tokenizer, self._facts_now())
-        self._losses = []
         self._evaluated_step = self.step
         self.save()
         self._lap("saving")
@@ -427,39 +444,47 @@ class Trainer:
             torch.cuda.synchronize(device)
         self.elapsed_s += self.stopwatch.lap(phase)
 
+    @contextmanager
+    def _taken_back(self) -> Iterator[None]:
+        """Whatever is trained in here, the run has not begun."""
+        weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        yield
+        self.model.load_state_dict(weights)
+        self._optimizer = Optimizer(self.model, self.config)
+        self.step = 0
+        self._losses.clear()
+
     # Runs by the clock
 
-    def _measure_speed(self, choose_eval_every: bool) -> None:
+    def _measure_speed(self, choose: Collection[str]) -> None:
         """Estimates the number of steps before the first one: trains a little, evaluates, and takes it all back."""
         assert self.minutes is not None
         seconds = self.minutes * 60
-        weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        self._count()
-        # The first time is slower: memory is set aside, kernels are loaded.
-        self._update()
-        laps = self.stopwatch.to_json()
-        self.stopwatch = Stopwatch({phase: laps[phase] for phase in laps if phase == COUNTING})
-        enough_s = min(TRIAL_SHARE * seconds, TRIAL_MAX_S)
-        # Clocks differ: of several processes the first decides for all.
-        while self.world.from_main(
-            lambda: self.stopwatch.laps("optimizer") < 2 or self.stopwatch.seconds(*UPDATE_PHASES) < enough_s
-        ):
-            # Always the first step, which is in no log.
-            self.step = 0
+        with self._taken_back():
+            # The first time is slower: memory is set aside, kernels are loaded.
             self._update()
-        self._measure_losses()
-        self._lap("evaluation")
-        self.model.load_state_dict(weights)
-        self._optimizer = Optimizer(self.model, self.config)
-        self.step, self._losses = 0, []
-        if choose_eval_every:
+            laps = self.stopwatch.to_json()
+            self.stopwatch = Stopwatch({phase: laps[phase] for phase in laps if phase == COUNTING})
+            enough_s = min(TRIAL_SHARE * seconds, TRIAL_MAX_S)
+            # Clocks differ: of several processes the first decides for all.
+            while self.world.from_main(
+                lambda: self.stopwatch.laps("optimizer") < 2 or self.stopwatch.seconds(*UPDATE_PHASES) < enough_s
+            ):
+                # Always the first step, which is in no log.
+                self.step = 0
+                self._update()
+            self._measure_losses()
+            self._lap("evaluation")
+        if "eval_every" in choose:
             eval_every = self.world.from_main(lambda: eval_every_for(seconds, self._update_s, self._evaluation_s))
             self._follow(replace(self.config, eval_every=eval_every))
         self._plan()
+        if "warmup_steps" in choose:
+            self._follow(replace(self.config, warmup_steps=warmup_for(self.config.steps)))
 
     def _plan(self) -> bool:
-        """Estimates the number of steps that fills the time, until it is settled: then it is written down, before the
-        first step that depends on it. Returns whether it is."""
+        """Estimates the number of steps that fills the time. It is settled as soon as the rates begin to fall under the
+        newest estimate: then it is written down, before the first step that depends on it. Returns whether it is."""
         assert self.minutes is not None
         if not self.planned:
             left_s = self.minutes * 60 - self.elapsed_s
@@ -489,8 +514,8 @@ class Trainer:
     def _require_finite(self, what: str, value: float) -> None:
         if not math.isfinite(value):
             raise TrainingError(
-                f"the {what} after {self.step:,} steps is {value}; {self.folder} is as it was saved before: train again"
-                " with lower --muon-lr and --adamw-lr or a longer --warmup-steps"
+                f"the {what} after {self.step:,} steps is {value}; nothing of this step was saved in {self.folder}:"
+                " train again with lower --muon-lr, --adamw-lr and --weight-decay or a longer --warmup-steps"
             )
 
     def _facts_now(self) -> Facts:
@@ -525,11 +550,15 @@ class Trainer:
             log.unlink()
             return
         lines = log.read_bytes().decode("utf-8", "replace").splitlines(keepends=True)
-        evaluated = self._evaluated_step or 0
-        kept = [line for line in lines if _logged_step(line) <= (evaluated if "val_loss" in line else self.step)]
+        kept = [line for line in lines if self._is_kept(line)]
         if kept != lines:
             with replacing(log) as file:
                 file.write("".join(kept).encode())
+
+    def _is_kept(self, text: str) -> bool:
+        line = parse_line(text) if text.endswith("\n") else None
+        newest = (self._evaluated_step or 0) if isinstance(line, LoggedEvaluation) else self.step
+        return line is not None and line.step <= newest
 
 
 def training_loss(
@@ -555,65 +584,11 @@ def training_loss(
     return loss.detach(), torch.lerp(loss, smoothed_loss, ngram_weight)
 
 
-def steps_for(
-    left_s: float, step: int, evaluated_step: int | None, update_s: float, evaluation_s: float, config: TrainConfig
-) -> int:
-    """The number of steps of a run that is to end when the time left is over, after its last evaluation.
-
-    Args:
-        left_s: seconds left, of which none or fewer may be.
-        step: updates done, at rates that had not begun to fall.
-        evaluated_step: that of the last evaluation.
-        update_s, evaluation_s: what one of each takes.
-        config: for ``eval_every`` and ``decay_fraction``.
-
-    Returns:
-        At least 1, at least ``step``, and enough that the rates of no update done would have fallen.
-    """
-    done = -(-(evaluated_step or 0) // config.eval_every)
-
-    def takes_s(steps: int) -> float:
-        evaluations = -(-steps // config.eval_every) - done
-        return (steps - step) * update_s + evaluations * evaluation_s
-
-    # To the nearest step; more than these do not fit even without an evaluation.
-    most = max(0, int(left_s / update_s)) + 2
-    more = bisect_right(range(most), left_s + update_s / 2, key=lambda more: takes_s(step + more)) - 1
-    steps = max(1, step + more, step)
-    if step and config.decay_fraction < 1:
-        steps = max(steps, int((step - 1) / (1 - config.decay_fraction)))
-    # What is left to rounding.
-    while step and _falls(step - 1, replace(config, steps=steps)):
-        steps += 1
-    return steps
-
-
-def eval_every_for(seconds: float, update_s: float, evaluation_s: float) -> int:
-    """Steps between two evaluations, for about `EVALUATIONS` of them in so many seconds, or fewer if they are slow."""
-    evaluations = max(1, min(EVALUATIONS, int(EVALUATIONS_SHARE * seconds / evaluation_s)))
-    return max(1, math.ceil((seconds / evaluations - evaluation_s) / update_s))
-
-
-def _falls(step: int, config: TrainConfig) -> bool:
-    """Whether the rates at a step (from 0) are below the constant ones because the end is near."""
-    return learning_rate_factor(step, replace(config, warmup_steps=0)) < 1
-
-
 def _step(value: Any, most: int) -> int:
     if not isinstance(value, int) or not 0 <= value <= most:
         raise ValueError(f"step {value!r} is not one of {most}")
     return value
 
 
-def _logged_step(line: str) -> float:
-    """The step that a line of the log tells of; infinity for a line that was cut short."""
-    try:
-        return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
-    except (ValueError, KeyError, TypeError):
-        return math.inf
-
-
 def _derived_seed(seed: int, stream: int, step: int, rank: int = 0) -> int:
-    # Rank 0 draws as a process alone does.
-    path = (seed, stream, step, rank) if rank else (seed, stream, step)
-    return int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return int(np.random.SeedSequence((seed, stream, step, rank)).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -24,9 +24,10 @@ import torch
 from minigpt import EvalReport, StepReport, Trainer, load
 from minigpt.cli import main
 from minigpt.config import TrainConfig
-from minigpt.console import note_curves
+from minigpt.console import note, note_curves
+from minigpt.runs import locked
 from minigpt.samples import sample
-from tests.cli_support import LINES, SHAPE, SMALL, TEXT, Outcome, Terminal, place, run, unstyled
+from tests.cli_support import LINES, SHAPE, SMALL, TEXT, Outcome, Program, Terminal, place, run, unstyled
 
 # A moment's work on harbour.txt.
 QUICK = ("harbour.txt", *SMALL, "--steps", "4", "--eval-every", "2")
@@ -81,6 +82,7 @@ def test_a_run_folder_holds_two_checkpoints_a_log_samples_and_the_loss_curve() -
     pytest.importorskip("matplotlib")
     train(*QUICK, "--out", "a")
     assert sorted(path.name for path in Path("checkpoints/a").iterdir()) == [
+        ".lock",
         "best.safetensors",
         "last.safetensors",
         "loss.svg",
@@ -170,6 +172,42 @@ def test_a_run_that_exists_is_refused_and_left_alone() -> None:
     error = run("train", *QUICK, "--out", "a", "--seed", "1", code=1).error
     for word in ("checkpoints/a", "--resume a", "--force", "--out"):
         assert word in error
+    assert {path: path.read_bytes() for path in Path("checkpoints/a").iterdir()} == before
+
+
+def test_a_folder_with_files_of_others_that_a_run_would_replace_is_refused() -> None:
+    folder = Path("mine")
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("precious", encoding="utf-8")
+    refused = run("train", *QUICK, "--out", "./mine", code=1).error
+    assert "mine/train.jsonl" in refused and "--force" in refused
+    assert (folder / "train.jsonl").read_text(encoding="utf-8") == "precious"
+    assert [path.name for path in folder.iterdir()] == ["train.jsonl"]
+
+
+def test_two_trainings_do_not_share_a_run() -> None:
+    train(*QUICK, "--out", "a")
+    before = {path: path.read_bytes() for path in Path("checkpoints/a").iterdir()}
+    with locked(Path("checkpoints/a")):
+        for options in (("--resume", "a"), (*QUICK, "--out", "a", "--force"), (*QUICK, "--out", "new")):
+            done = run("train", *options, code=None)
+            assert done.code == (0 if "new" in options else 1)
+            assert "new" in options or "another process trains checkpoints/a" in done.error
+    assert {path: path.read_bytes() for path in Path("checkpoints/a").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (MemoryError(), "a step of --batch-size 4 does not fit into memory: choose a smaller one"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "does not fit into memory"),
+    ],
+)
+def test_what_cannot_take_a_step_replaces_no_run(fault: Exception, told: str) -> None:
+    train(*QUICK, "--out", "a")
+    before = {path: path.read_bytes() for path in Path("checkpoints/a").iterdir()}
+    with mock.patch("minigpt.trainer.batch", side_effect=fault):
+        assert told in run("train", *QUICK, "--out", "a", "--force", code=1).error
     assert {path: path.read_bytes() for path in Path("checkpoints/a").iterdir()} == before
 
 
@@ -322,7 +360,7 @@ def test_a_text_from_standard_input_can_be_piped_in_again(monkeypatch: pytest.Mo
 
 def test_minutes_become_steps_and_the_run_can_be_repeated_by_them() -> None:
     done = train("harbour.txt", *SMALL, "--minutes", "0.01", "--out", "clock")
-    pattern = r"(--steps \d+ --eval-every \d+) instead of --minutes (\S+) repeats"
+    pattern = r"(--steps \d+ --eval-every \d+ --precision \S+) instead of --minutes (\S+) repeats"
     ((options, minutes),) = re.findall(pattern, done.stderr)
     assert minutes == "0.01"
     assert re.search(r"about [\d,]+ steps in 0.01 minutes, evaluated every \d", done.stderr)
@@ -333,6 +371,17 @@ def test_minutes_become_steps_and_the_run_can_be_repeated_by_them() -> None:
     assert clock is not None
     assert steps is not None
     assert clock.values["config"] == steps.values["config"]
+
+
+def test_the_rates_of_a_run_by_the_clock_rise_as_in_the_run_that_repeats_it() -> None:
+    options = [*SHAPE, "--batch-size", "4", "--sample-chars", "0"]
+    done = train("harbour.txt", *options, "--minutes", "0.01", "--out", "clock")
+    (repeat,) = re.findall(r"(--steps .*) instead of --minutes", done.stderr)
+    train("harbour.txt", *options, *repeat.split(), "--out", "steps")
+    assert are_equal(weights_of("checkpoints/clock", "last"), weights_of("checkpoints/steps", "last"))
+    train("harbour.txt", *options, "--steps", "40", "--out", "forty")
+    state = load("checkpoints/forty/last.safetensors", with_state=True).state
+    assert state is not None and state.values["config"]["warmup_steps"] == 4
 
 
 def test_evaluations_that_were_asked_for_are_kept_by_the_clock() -> None:
@@ -553,9 +602,10 @@ def test_what_the_time_went_to_is_told_of_a_stopped_run_too(monkeypatch: pytest.
 
 def test_too_many_characters_to_smooth_the_targets_are_said() -> None:
     Path("many.txt").write_text("".join(map(chr, range(0x4E00, 0x4E00 + 520))) * 3, encoding="utf-8")
-    assert "more than 512 different ones are too many to smooth" in train("many.txt", *QUICK[1:], "--out", "a").stderr
-    assert "too many to smooth" not in train("many.txt", *QUICK[1:], "--ngram-weight", "0", "--out", "b").stderr
-    assert "too many to smooth" not in train(*QUICK, "--out", "c").stderr
+    note = "with more than 512 different characters, --ngram-weight has no effect"
+    assert note in train("many.txt", *QUICK[1:], "--out", "a").stderr
+    assert note not in train("many.txt", *QUICK[1:], "--ngram-weight", "0", "--out", "b").stderr
+    assert note not in train(*QUICK, "--out", "c").stderr
 
 
 def test_a_loss_that_is_not_finite_stops_with_advice_and_a_checkpoint() -> None:
@@ -565,6 +615,24 @@ def test_a_loss_that_is_not_finite_stops_with_advice_and_a_checkpoint() -> None:
     for word in ("1 step", "checkpoints/a", "--muon-lr", "--adamw-lr", "--warmup-steps"):
         assert word in error.error
     assert all(weight.isfinite().all() for weight in weights_of("checkpoints/a", "last").values())
+
+
+def test_a_reader_of_the_notes_who_leaves_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", Gone())
+        note("Lost.")
+        note("Lost, too.")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(os.devnull, "r+b") as nothing:  # noqa: PTH123
+        program = Program("train", *QUICK, "--out", "a", stdin=nothing.fileno(), stdout=nothing.fileno(), stderr=writer)
+        assert program.wait() == 0
+    os.close(writer)
+    assert load("checkpoints/a/last.safetensors").facts.steps == 4
 
 
 def test_quiet_says_nothing() -> None:
@@ -715,7 +783,7 @@ def test_what_cannot_be_written_to_look_at_is_said_and_fails_nothing() -> None:
     pytest.importorskip("matplotlib")
     for name in ("loss.svg", "samples.txt"):
         (Path("checkpoints/a") / name).mkdir(parents=True)
-    done = train(*QUICK, "--out", "a")
+    done = train(*QUICK, "--out", "a", "--force")
     assert "cannot write checkpoints/a/loss.svg" in done.stderr
     assert "cannot write checkpoints/a/samples.txt" in done.stderr
     assert "done: 4 steps" in done.stderr

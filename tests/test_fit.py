@@ -30,4 +30,14 @@ from minigpt.fit import Fit, judge
 def test_losses_apart_or_risen_are_overfitting_and_equal_ones_that_still_fall_underfitting(
     train_loss: float, val_loss: float, best_loss: float, fit: Fit
 ) -> None:
-    assert judge(train_loss, val_loss, best_loss) is fit
+    assert judge(train_loss, val_loss, best_loss, blind_loss=4.17) is fit
+
+
+def test_losses_of_a_blind_guess_are_those_of_a_model_that_has_learnt_nothing() -> None:
+    assert judge(4.17, 4.17, 4.17, blind_loss=4.17) is Fit.IGNORANT
+    # Worse than a guess, for being sure of it.
+    assert judge(4.5, 4.6, 4.4, blind_loss=4.17) is Fit.IGNORANT
+    assert judge(4.0, 4.17, 4.17, blind_loss=4.17) is not Fit.IGNORANT
+    assert judge(4.1, 4.1, 4.1, blind_loss=4.17) is not Fit.IGNORANT
+    # Of a single character there is nothing to guess.
+    assert judge(0.0, 0.0, 0.0, blind_loss=0.0) is Fit.UNDERFITTING

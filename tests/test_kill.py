@@ -268,7 +268,7 @@ def assert_same_run(folder: Path, reference: Reference) -> None:
     names = {path.name for path in run.iterdir()}
     assert names == {path.name for path in reference.run.iterdir()}
     # The curve needs matplotlib.
-    assert names - {"loss.svg"} == {"best.safetensors", "last.safetensors", "samples.txt", "train.jsonl"}
+    assert names - {".lock", "loss.svg"} == {"best.safetensors", "last.safetensors", "samples.txt", "train.jsonl"}
     for name in names & {"loss.svg", "samples.txt"}:
         assert (run / name).read_bytes() == (reference.run / name).read_bytes()
     for name in ("best.safetensors", "last.safetensors"):
@@ -448,7 +448,7 @@ def test_a_run_killed_while_it_replaces_another_is_the_old_one_or_the_new_one(
 # Asked to stop
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_stops_a_run_that_says_where_and_goes_on_from_there(
     driver: Driver, long: Reference, folder: Path, number: signal.Signals, code: int
 ) -> None:
@@ -506,7 +506,12 @@ def test_a_second_signal_stops_at_once_and_leaves_what_was_saved_before(
     assert time.monotonic() - started < PATIENCE_S
     assert "Traceback" not in (folder / "stderr").read_text()
     assert "stopped and saved" not in (folder / "stderr").read_text()
-    assert sorted(path.name for path in run.iterdir()) == ["best.safetensors", "last.safetensors", "train.jsonl"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        ".lock",
+        "best.safetensors",
+        "last.safetensors",
+        "train.jsonl",
+    ]
     assert_a_run_is_left(folder)
     assert steps_of(run / "last.safetensors") == 0
     assert steps_of(run / "best.safetensors") == 3

@@ -47,15 +47,17 @@ def test_the_distribution_at_every_place_is_that_of_all_the_other_places() -> No
     assert found.min() > 0
 
 
-def test_of_a_long_text_even_pieces_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n_chars", [306, 307, 309])
+def test_of_a_long_text_even_pieces_are_counted(n_chars: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngrams, "MOST_COUNTED", 100)
     monkeypatch.setattr(ngrams, "CHUNKS", 4)
-    ids = text(306)
-    # 300 positions in 4 pieces, of whose 75 the first 25 are counted.
+    ids = text(n_chars)
+    # 300 positions in 4 pieces, of whose 75 the first 25 are counted; and up to three at the end that are not.
     counted = [MAX_ORDER + 75 * piece + i for piece in range(4) for i in range(25)]
     found = NGrams(ids, 3).distribution(np.arange(len(ids)))
     for position in range(len(ids)):
         assert found[position].tolist() == pytest.approx(expected(ids, 3, position, counted, MAX_ORDER), abs=1e-5)
+    torch.testing.assert_close(found.sum(dim=1), torch.ones(n_chars))
 
 
 def test_contexts_whose_table_would_be_too_large_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

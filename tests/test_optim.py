@@ -80,7 +80,7 @@ def test_the_rates_rise_stay_and_fall_as_set(settings: dict[str, float], expecte
     assert factors(**settings) == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_default_rates_peak_between_step_50_and_step_400_of_1000() -> None:
+def test_rates_rise_stay_and_fall_over_a_thousand_steps() -> None:
     values = factors(steps=1000, warmup_steps=50, decay_fraction=0.6)
     assert values[0] == pytest.approx(0.02)
     assert values[48] == pytest.approx(0.98)

@@ -169,7 +169,7 @@ def assert_same_losses(found: Path, expected: Path, *, up_to: int) -> None:
     logs = [[line for line in log_of(folder) if line["step"] <= up_to] for folder in (found, expected)]
     assert [line["step"] for line in logs[0]] == [line["step"] for line in logs[1]] != []
     for line, other in zip(*logs, strict=True):
-        for name in ("train_loss", "val_loss"):
+        for name in ("train_loss", "val_loss", "batch_loss", "lr_factor"):
             assert line.get(name, 0) == pytest.approx(other.get(name, 0), abs=1e-4), (line, other)
 
 
@@ -412,7 +412,7 @@ def test_the_second_shows_and_writes_nothing_and_computes_as_the_first_decides(
 
 def test_the_clock_of_the_first_decides_on_the_steps(tmp_path: Path) -> None:
     def taken(world: World) -> tuple[TrainConfig, list[tuple[type, int]]]:
-        trainer = Trainer.start(tmp_path, *_one_run(), minutes=0.005, choose_eval_every=True, world=world)
+        trainer = Trainer.start(tmp_path, *_one_run(), minutes=0.005, choose={"eval_every"}, world=world)
         return trainer.config, [(type(report), report.step) for report in trainer.steps()]
 
     told: list[Any] = []

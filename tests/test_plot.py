@@ -69,7 +69,7 @@ def test_the_picture_says_in_words_what_it_shows(tmp_path: Path) -> None:
     assert words >= {"steps", "loss, nats a character", "training", "held-out", "best: 2.2500 at step 75", "0", "100"}
 
 
-def test_the_picture_of_a_long_run_is_drawn_with_all_its_points_too(tmp_path: Path) -> None:
+def test_a_long_run_has_a_picture_too(tmp_path: Path) -> None:
     steps = range(10, 30_001, 10)
     history = History(
         tuple(LoggedUpdates(n, 1 + (n % 70) / n, 1.0, n / 8) for n in steps),

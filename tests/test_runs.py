@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 from minigpt.errors import CheckpointError
-from minigpt.runs import BEST, LAST, find_checkpoint, find_run, free_name, is_run, run_folder, runs
+from minigpt.runs import (
+    BEST,
+    LAST,
+    find_checkpoint,
+    find_run,
+    foreign_file,
+    free_name,
+    is_run,
+    locked,
+    run_folder,
+    runs,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -157,8 +168,31 @@ def test_a_name_is_free_until_a_run_has_it() -> None:
 
 
 def test_a_folder_without_a_checkpoint_is_free_to_be_used() -> None:
-    make_run("plays", "train.jsonl")
+    Path("checkpoints/plays").mkdir(parents=True)
     assert free_name("plays") == "plays"
+    assert foreign_file(Path("checkpoints/plays")) is None
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "samples.txt", "loss.svg", "tensorboard"])
+def test_a_folder_with_what_a_run_would_replace_is_not_free(name: str) -> None:
+    folder = make_run("plays", name)
+    assert free_name("plays") == "plays-2"
+    assert foreign_file(folder) == folder / name
+    # In a run it is the run's own.
+    (folder / LAST).touch()
+    assert foreign_file(folder) is None
+
+
+def test_a_run_is_trained_by_one_at_a_time() -> None:
+    folder = Path("checkpoints/plays")
+    busy = pytest.raises(CheckpointError, match=r"another process trains checkpoints/plays")
+    with locked(folder), busy, locked(folder):
+        pass
+    with locked(folder):
+        pass
+    Path("file").touch()
+    with pytest.raises(CheckpointError, match="cannot make the run folder"), locked(Path("file/run")):
+        pass
 
 
 # Finding a checkpoint
@@ -213,6 +247,13 @@ def test_an_unknown_name_is_told_the_runs_there_are_the_newest_first(tmp_path: P
     assert refusal("plays") == "there is no run or checkpoint 'plays': the runs here are new, old"
     assert "new, old" in refusal("empty")
     assert "new, old" in refusal(f"checkpoints/old/{LAST}")
+
+
+def test_of_many_runs_the_newest_are_named() -> None:
+    for i in range(11):
+        make_run(f"run-{i}", BEST, age_s=i)
+    named = ", ".join(f"run-{i}" for i in range(8))
+    assert refusal("plays").endswith(f"the runs here are {named}, and 3 more")
 
 
 def test_without_any_run_the_newest_cannot_be_taken(tmp_path: Path) -> None:

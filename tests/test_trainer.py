@@ -29,7 +29,8 @@ from minigpt.config import GPTConfig, TrainConfig
 from minigpt.corpus import batch
 from minigpt.errors import CheckpointError, TrainingError
 from minigpt.evaluation import window_loss
-from minigpt.optim import learning_rate_factor
+from minigpt.ngrams import NGrams
+from minigpt.pacing import warmup_for
 from minigpt.runs import BEST, LAST, LOG
 from minigpt.tokenizer import CharTokenizer
 from minigpt.trainer import (
@@ -38,8 +39,7 @@ from minigpt.trainer import (
     EvalReport,
     StepReport,
     Trainer,
-    eval_every_for,
-    steps_for,
+    training_loss,
 )
 
 Ids = NDArray[np.unsignedinteger]
@@ -47,7 +47,9 @@ Ids = NDArray[np.unsignedinteger]
 CHARS = "\n abcdef"
 SHAPE = GPTConfig(vocab_size=len(CHARS), n_layer=2, n_head=2, n_embd=16, block_size=12, window=5, dropout=0.2)
 # Evaluations at 5, 10, 15, 20 and, off the beat, 23; lines of training loss at 10 and 20.
-CONFIG = TrainConfig(steps=23, batch_size=3, eval_every=5, warmup_steps=4, weight_decay=0.1, eval_chars=40)
+CONFIG = TrainConfig(
+    steps=23, batch_size=3, eval_every=5, warmup_steps=4, weight_decay=0.1, ngram_weight=0.8, eval_chars=40
+)
 FACTS = Facts(corpus="test", corpus_sha256="0" * 64, corpus_chars=400, val_fraction=0.25, most_frequent="a")
 # As a person would meet it: the words of a message.
 NO_SPACE = "No space left on device"
@@ -196,12 +198,12 @@ def test_no_more_of_the_training_part_is_read_than_of_the_held_out_part(
     assert report.val_loss == window_loss(model, VAL_IDS, eval_chars)
 
 
-def test_batch_losses_in_the_log_are_means_since_the_last_evaluation(reference: Reference) -> None:
+def test_batch_losses_in_the_log_are_means_of_ten_updates(reference: Reference) -> None:
     losses = {report.step: report.loss for report in reference.reports if isinstance(report, StepReport)}
     found = {line["step"]: line["batch_loss"] for line in log_of(reference.folder) if "batch_loss" in line}
     assert found == {
-        10: pytest.approx(np.mean([losses[step] for step in range(6, 11)]), rel=1e-12),
-        20: pytest.approx(np.mean([losses[step] for step in range(16, 21)]), rel=1e-12),
+        10: pytest.approx(np.mean([losses[step] for step in range(1, 11)]), rel=1e-12),
+        20: pytest.approx(np.mean([losses[step] for step in range(11, 21)]), rel=1e-12),
     }
 
 
@@ -239,10 +241,59 @@ def test_time_spent_is_counted_over_all_sessions(tmp_path: Path) -> None:
     assert last.elapsed_s == again.elapsed_s > trainer.elapsed_s
 
 
-@pytest.mark.parametrize(("eval_chars", "words"), [(0, "the last 100 .* all"), (40, "40%"), (100, "all"), (500, "all")])
+@pytest.mark.parametrize(
+    ("eval_chars", "words"), [(0, "the last 100 .* all"), (40, "36%"), (1, "12%"), (99, "96%"), (108, "all")]
+)
 def test_how_much_is_held_out_and_read_is_said_in_words(tmp_path: Path, eval_chars: int, words: str) -> None:
     trainer = start(tmp_path / "run", replace(CONFIG, eval_chars=eval_chars))
     assert re.search(words, trainer.held_out)
+
+
+def test_the_counts_share_of_the_targets_is_what_is_learnt_from_and_the_rest_is_reported() -> None:
+    logits = torch.tensor([[[0.0, math.log(3)]]], requires_grad=True)  # probabilities of 1/4 and 3/4
+    smoothed = torch.tensor([[0.5, 0.5]])
+    loss, objective = training_loss(logits, torch.tensor([[1]]), smoothed, 0.8)
+    assert loss.item() == pytest.approx(math.log(4 / 3))
+    assert objective.item() == pytest.approx(0.2 * math.log(4 / 3) + 0.8 * (math.log(4) + math.log(4 / 3)) / 2)
+    objective.backward()  # type: ignore[no-untyped-call]
+    # The probabilities less the mixed target, which is 0.4 and 0.6.
+    assert logits.grad is not None
+    assert logits.grad.flatten().tolist() == pytest.approx([0.25 - 0.4, 0.75 - 0.6])
+
+
+def test_the_counts_of_a_batch_are_those_of_its_places_in_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Tensor, Tensor | None]] = []
+
+    def spy(logits: Tensor, targets: Tensor, smoothed: Tensor | None, ngram_weight: float) -> tuple[Tensor, Tensor]:
+        seen.append((targets, smoothed))
+        return training_loss(logits, targets, smoothed, ngram_weight)
+
+    monkeypatch.setattr(trainer_module, "training_loss", spy)
+    next(start(tmp_path / "run").steps())
+    ((targets, smoothed),) = seen
+    assert smoothed is not None
+    counts = NGrams(TRAIN_IDS, len(CHARS))
+    # The places are told by the examples, each of which occurs once.
+    for row, example in enumerate(targets.numpy()):
+        windows = np.lib.stride_tricks.sliding_window_view(TRAIN_IDS, len(example))
+        (place,) = np.flatnonzero((windows == example).all(axis=1))
+        expected = counts.distribution(np.arange(place, place + len(example)))
+        assert torch.equal(smoothed.view(*targets.shape, -1)[row], expected)
+
+
+def test_the_counts_share_falls_as_the_rates_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+
+    def spy(logits: Tensor, targets: Tensor, smoothed: Tensor | None, ngram_weight: float) -> tuple[Tensor, Tensor]:
+        shares.append(ngram_weight)
+        return training_loss(logits, targets, smoothed, ngram_weight)
+
+    monkeypatch.setattr(trainer_module, "training_loss", spy)
+    finish(start(tmp_path / "run", replace(CONFIG, steps=10, decay_fraction=0.5, ngram_weight=0.8)))
+    # Not in the warm-up of four steps, in which the rates rise.
+    assert shares == pytest.approx([0.8] * 6 + [0.64, 0.48, 0.32, 0.16])
 
 
 # Randomness
@@ -506,7 +557,19 @@ def assert_refused(reference: Reference, change: Callable[[dict[str, Any], dict[
     assert "\n" not in str(caught.value)
 
 
-STATE_VALUES = ["config", "step", "best_loss", "best_step", "evaluated_step", "elapsed_s", "losses", "extra"]
+STATE_VALUES = [
+    "config",
+    "step",
+    "best_loss",
+    "best_step",
+    "best_train_loss",
+    "evaluated_step",
+    "elapsed_s",
+    "minutes",
+    "stopwatch",
+    "losses",
+    "extra",
+]
 
 
 @pytest.mark.parametrize("name", STATE_VALUES)
@@ -528,6 +591,7 @@ def test_a_state_that_lacks_a_value_is_refused(reference: Reference, name: str) 
         ("losses", ["low"]),
         ("best_train_loss", "low"),
         ("minutes", "a few"),
+        ("minutes", -4),
         ("stopwatch", {"forward": ["one", 0.5]}),
     ],
 )
@@ -541,17 +605,6 @@ def test_a_state_with_a_wrong_value_is_refused(reference: Reference, name: str, 
 )
 def test_a_state_with_a_value_that_cannot_be_is_refused(reference: Reference, name: str, value: Any) -> None:
     assert_refused(reference, lambda values, _: values.update({name: value}))
-
-
-def test_a_run_of_an_earlier_version_goes_on_to_the_same_end(tmp_path: Path, reference: Reference) -> None:
-    def change(values: dict[str, Any], _: dict[str, Tensor]) -> None:
-        for name in ("best_train_loss", "minutes", "stopwatch"):
-            del values[name]
-        del values["config"]["patience"]
-
-    folder = shutil.copytree(reference.saved[8], tmp_path / "run")
-    finish(Trainer.resume(folder, damaged(folder, change), TRAIN_IDS, VAL_IDS))
-    assert_same_run(folder, reference.folder)
 
 
 def test_a_state_without_its_tensors_is_refused(reference: Reference) -> None:
@@ -735,59 +788,6 @@ def test_patience_that_is_never_lost_changes_nothing(tmp_path: Path, reference: 
 # By the clock
 
 
-@pytest.mark.parametrize(
-    ("left_s", "step", "evaluated_step", "update_s", "evaluation_s", "steps"),
-    [
-        (60.0, 0, None, 1.0, 0.0, 60),
-        # To the nearest step.
-        (3.4, 0, None, 1.0, 0.0, 3),
-        (3.6, 0, None, 1.0, 0.0, 4),
-        # Ten updates and an evaluation take 7 s: 8 times, and in what is left 4 updates and the last evaluation.
-        (60.0, 0, None, 0.5, 2.0, 84),
-        # 4 times, and then no update together with an evaluation.
-        (29.0, 40, 40, 0.5, 2.0, 80),
-        # The evaluation of step 40 is still to come.
-        (29.0, 40, 30, 0.5, 2.0, 78),
-        # No time at all, but at least a step, and what was done at full rate stays that: step 6 is among 70 % of 9.
-        (0.0, 0, None, 1.0, 9.0, 1),
-        (-5.0, 7, None, 1.0, 0.0, 9),
-    ],
-)
-def test_the_number_of_steps_fills_the_time_that_is_left(
-    left_s: float, step: int, evaluated_step: int | None, update_s: float, evaluation_s: float, steps: int
-) -> None:
-    config = TrainConfig(eval_every=10, decay_fraction=0.3)
-    assert steps_for(left_s, step, evaluated_step, update_s, evaluation_s, config) == steps
-
-
-@pytest.mark.parametrize("decay_fraction", [0.0, 0.1, 1 / 3, 0.6, 0.9, 0.99])
-@pytest.mark.parametrize("step", [1, 2, 3, 10, 49, 1000])
-def test_no_number_of_steps_changes_the_rate_of_an_update_that_was_done(step: int, decay_fraction: float) -> None:
-    config = TrainConfig(decay_fraction=decay_fraction, warmup_steps=0, eval_every=10)
-    steps = steps_for(0.0, step, None, 1.0, 1.0, config)
-    assert all(learning_rate_factor(i, replace(config, steps=steps)) == 1 for i in range(step))
-    # And it is the smallest of them.
-    assert steps == step or learning_rate_factor(step - 1, replace(config, steps=steps - 1)) < 1
-
-
-@pytest.mark.parametrize(
-    ("seconds", "update_s", "evaluation_s", "eval_every"),
-    [
-        # 5 times 12 s, of which half a second is the evaluation's.
-        (60.0, 0.5, 0.5, 23),
-        # An evaluation of 3 s, and 15 % of the time are 9 s.
-        (60.0, 0.5, 3.0, 34),
-        # One that takes longer than the whole run comes at its end.
-        (1.0, 0.5, 3.0, 1),
-        (0.01, 5.0, 0.1, 1),
-    ],
-)
-def test_evaluations_come_a_few_times_a_run_and_take_little_of_it(
-    seconds: float, update_s: float, evaluation_s: float, eval_every: int
-) -> None:
-    assert eval_every_for(seconds, update_s, evaluation_s) == eval_every
-
-
 class Clock:
     """Stands still but for what is done: updates, evaluations, saves. Times are powers of two, and so without noise."""
 
@@ -813,7 +813,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def start_by_the_clock(folder: Path, config: TrainConfig = CONFIG, minutes: float = 1.0) -> Trainer:
-    return start(folder, config, minutes=minutes, choose_eval_every=True)
+    return start(folder, config, minutes=minutes, choose={"eval_every"})
 
 
 @pytest.mark.parametrize("decay_fraction", [0.0, 0.3, 0.6, 0.95, 1.0])
@@ -935,6 +935,16 @@ def test_evaluations_of_a_run_by_the_clock_may_be_chosen(tmp_path: Path, clock: 
     trainer = start(tmp_path / "run", minutes=0.2)
     reports = finish(trainer)
     assert [report.step for report in reports if isinstance(report, EvalReport)][:3] == [5, 10, 15]
+    assert trainer.config.warmup_steps == CONFIG.warmup_steps
+
+
+def test_the_warm_up_of_a_run_by_the_clock_may_be_chosen(tmp_path: Path, clock: Clock) -> None:
+    trainer = start(tmp_path / "run", minutes=0.2, choose={"warmup_steps"})
+    # Before the first step, from the first estimate, and then for good.
+    chosen = warmup_for(trainer.config.steps)
+    assert chosen != CONFIG.warmup_steps
+    finish(trainer)
+    assert trainer.config.warmup_steps == chosen
 
 
 @pytest.mark.parametrize("minutes", [0.0, -1.0, math.inf, math.nan])

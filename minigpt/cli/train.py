@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from minigpt.trainer import Trainer
 
 # What a run keeps beside the trainer's own state, so that --resume needs nothing but its name.
-_EXTRA = {"sources": list, "encoding": str, "device": str, "threads": int}
+_EXTRA = {"sources": list, "encoding": str, "device": str, "threads": int, "sample_chars": int, "processes": int}
+
+# Ctrl-C, what other programs send, and the end of a terminal, which Windows has no signal for.
+STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 _PRESETS_HELP = "; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items())
 
@@ -133,7 +137,7 @@ def train(
     model_fields = {name: given[name] for name in GPTConfig.__dataclass_fields__ if name in given}
     train_fields = {name: given[name] for name in TrainConfig.__dataclass_fields__ if name in given}
     world: World = context.obj
-    session = _Session(world, device, threads, quiet or not world.is_main)
+    session = _Session(world, device, threads, quiet or not world.is_main, context.with_resource(ExitStack()))
     if log is not None and world.is_main:
         from minigpt.tensorboard import writer_type
 
@@ -184,6 +188,8 @@ class _Session:
     device: str
     threads: int | None
     quiet: bool
+    # What is held until training ends: the run folder.
+    held: ExitStack
 
 
 @dataclass(frozen=True)
@@ -222,24 +228,33 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
     from minigpt.checkpoint import Facts
     from minigpt.device import choose_device, fastest_precision, set_threads
     from minigpt.errors import CheckpointError
-    from minigpt.runs import free_name, is_run, run_folder
+    from minigpt.pacing import warmup_for
+    from minigpt.runs import foreign_file, free_name, is_run, locked, run_folder
     from minigpt.samples import SAMPLE_CHARS
     from minigpt.trainer import Trainer
 
     world.join()
     chosen_device = choose_device(session.device, world)
     out = wanted.out
-    if out is not None and world.is_main and is_run(run_folder(out)) and not wanted.force:
-        raise CheckpointError(
-            f"there is a run in {run_folder(out)} already: go on with it by --resume {out}, replace it with --force, or"
-            " choose another --out"
-        )
+    if out is not None and world.is_main and not wanted.force:
+        if is_run(run_folder(out)):
+            raise CheckpointError(
+                f"there is a run in {run_folder(out)} already: go on with it by --resume {out}, replace it with"
+                " --force, or choose another --out"
+            )
+        if foreign := foreign_file(run_folder(out)):
+            raise CheckpointError(
+                f"a run in {run_folder(out)} would replace {foreign}, which is of none: choose another --out, or"
+                " replace it with --force"
+            )
     text = _load(wanted.sources, wanted.encoding, wanted.sha256, session)
     train_ids, val_ids = text.split(config.val_fraction, shape["block_size"])
     model_config = GPTConfig(vocab_size=len(text.tokenizer), **shape)
     # What is free is seen by rank 0, which makes the folder.
     name = out or world.from_main(lambda: free_name(f"{_slug(text.name)}-{wanted.preset}"))
     folder = run_folder(name)
+    if world.is_main:
+        session.held.enter_context(locked(folder))
     facts = Facts(
         corpus=text.name,
         corpus_sha256=text.sha256,
@@ -263,6 +278,8 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
         "sample_chars": n_chars,
         "processes": world.size,
     }
+    if wanted.minutes is None and "warmup_steps" not in wanted.train_fields:
+        config = replace(config, warmup_steps=warmup_for(config.steps))
     if wanted.minutes is not None:
         console.notes(session.quiet)(f"measuring how many steps fit into {wanted.minutes:g} min")
     trainer = Trainer.start(
@@ -276,7 +293,7 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
         device=chosen_device,
         extra=extra,
         minutes=wanted.minutes,
-        choose_eval_every="eval_every" not in wanted.train_fields,
+        choose={"eval_every", "warmup_steps"} - wanted.train_fields.keys(),
         world=world,
     )
     return trainer, n_chars
@@ -287,8 +304,7 @@ def _resume(name: str, sources: list[str], session: _Session) -> tuple[Trainer, 
     from minigpt.checkpoint import load
     from minigpt.device import choose_device, set_threads
     from minigpt.errors import CheckpointError, CorpusError
-    from minigpt.runs import LAST, find_run
-    from minigpt.samples import SAMPLE_CHARS
+    from minigpt.runs import LAST, find_run, locked
     from minigpt.sources import STDIN
     from minigpt.trainer import Trainer
 
@@ -296,19 +312,20 @@ def _resume(name: str, sources: list[str], session: _Session) -> tuple[Trainer, 
     world.join()
     # Read once, so that all go on from the same step whatever their machines keep in a folder of that name.
     folder = world.from_main(lambda: find_run(name))
+    if world.is_main:
+        session.held.enter_context(locked(folder))
     checkpoint = world.from_main(lambda: load(folder / LAST, with_state=True))
     if checkpoint.state is None:
         raise CheckpointError(f"{checkpoint.path} holds a model but no training state to resume from")
-    extra = checkpoint.state.values.get("extra")
-    if not isinstance(extra, dict) or not all(isinstance(extra.get(name), kind) for name, kind in _EXTRA.items()):
+    # The trainer goes on with what is changed in it here.
+    extra: Any = checkpoint.state.values.get("extra")
+    if not _is_whole(extra):
         raise CheckpointError(f"{checkpoint.path} does not say what it was trained on and how: train a new run")
-    # Runs that are older than samples do not say how long theirs are.
-    n_chars = extra.setdefault("sample_chars", SAMPLE_CHARS)
     # The same device and number of threads, unless told otherwise: with others, sums are rounded otherwise. Another
     # number of processes shares the cores in another way.
     kept_device = extra["device"] if world.size == 1 else extra["device"].partition(":")[0]
     chosen_device = choose_device(kept_device if session.device == "auto" else session.device, world)
-    kept_threads = extra["threads"] if extra.get("processes", 1) == world.size else None
+    kept_threads = extra["threads"] if extra["processes"] == world.size else None
     extra |= {
         "device": str(chosen_device),
         "threads": set_threads(session.threads or kept_threads),
@@ -327,7 +344,16 @@ def _resume(name: str, sources: list[str], session: _Session) -> tuple[Trainer, 
             " train a new run"
         )
     train_ids, val_ids = text.split(facts.val_fraction, checkpoint.model.config.block_size)
-    return Trainer.resume(folder, checkpoint, train_ids, val_ids, device=chosen_device, world=world), n_chars
+    trainer = Trainer.resume(folder, checkpoint, train_ids, val_ids, device=chosen_device, world=world)
+    return trainer, extra["sample_chars"]
+
+
+def _is_whole(extra: Any) -> bool:
+    """Whether that is what `_start` keeps beside the trainer's state."""
+    if not isinstance(extra, dict) or not all(isinstance(extra.get(name), kind) for name, kind in _EXTRA.items()):
+        return False
+    are_names = all(isinstance(source, str) for source in extra["sources"])
+    return are_names and extra["threads"] > 0 and extra["sample_chars"] >= 0
 
 
 def _load(sources: list[str], encoding: str, sha256: str | None, session: _Session) -> Corpus:
@@ -384,7 +410,7 @@ def _run(trainer: Trainer, report: TrainReport) -> None:
     from minigpt.trainer import EvalReport
 
     alone = trainer.world.size == 1
-    with report, _StopRequest(report.stopping, alone) as stop:
+    with _StopRequest(report.stopping, alone) as stop, report:
         for step in trainer.steps():
             if isinstance(step, EvalReport):
                 report.evaluated(step)
@@ -400,7 +426,7 @@ def _run(trainer: Trainer, report: TrainReport) -> None:
 
 
 class _StopRequest:
-    """Turns a first Ctrl-C or SIGTERM into a wish, noted in ``signal``; a second one stops at once.
+    """Turns a first Ctrl-C, SIGTERM or end of the terminal into a wish, noted in ``signal``; a second stops at once.
 
     Not if there are other processes: whoever stops them may send a signal to each and to `torchrun`, which passes it
     on, and which kills what takes too long.
@@ -414,8 +440,10 @@ class _StopRequest:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._ask)
+        for number in STOP_SIGNALS:
+            # Whoever is told to ignore one (by nohup, for instance) goes on ignoring it.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,6 +4,7 @@ TensorBoard. The trainer's own files are the trainer's; when to train and when t
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import textwrap
@@ -17,8 +18,9 @@ from minigpt.errors import MissingPackageError, ReportError
 from minigpt.fit import Fit, judge
 from minigpt.history import read_history
 from minigpt.ngrams import MOST_CHARS
+from minigpt.pacing import warmup_for
 from minigpt.plot import plot_losses
-from minigpt.runs import CHECKPOINTS, LOSS_PLOT
+from minigpt.runs import BEST, CHECKPOINTS, LOSS_PLOT
 from minigpt.samples import forget_samples, keep_sample, sample
 from minigpt.stopwatch import Stopwatch
 from minigpt.tensorboard import LogCopy, clear_events
@@ -108,10 +110,10 @@ class TrainReport:
     def stopped(self) -> None:
         """The run was stopped before its end, and saved."""
         self._bar.close()
-        again = f"minigpt train --resume {_quoted(self._trainer.folder)}"
-        self._note(f"stopped and saved after step {self._trainer.step:,}; go on with: {again}")
         self._attempt(self._plot_losses)
         self._note_profile()
+        again = f"minigpt train --resume {_quoted(self._trainer.folder)}"
+        self._note(f"stopped and saved after step {self._trainer.step:,}; go on with: {again}")
 
     def finished(self) -> None:
         """There is no step left to take; the ``with`` block has ended."""
@@ -184,18 +186,21 @@ def _opening(trainer: Trainer) -> str:
     if trainer.finished:
         why = " and ran out of --patience" if trainer.step < config.steps else ""
         return f"this run has taken its {trainer.step:,} steps already{why}"
+    plural = "step" if config.steps == 1 else "steps"
+    precision = "" if config.precision == "float32" else f", in {config.precision}"
     resumed = f", {trainer.step:,} of them done" if trainer.step else ""
     parameters = sum(param.numel() for param in trainer.model.parameters())
     by_clock = trainer.minutes is not None
     in_minutes = f" in {trainer.minutes:g} minute{'' if trainer.minutes == 1 else 's'}" if by_clock else ""
     often = f", evaluated every {config.eval_every:,}" if by_clock else ""
     lines = [
-        f"{facts.corpus}: {facts.corpus_chars:,} characters, {trainer.model.config.vocab_size} different ones",
+        f"{facts.corpus}: {facts.corpus_chars:,} characters, {trainer.model.config.vocab_size:,} different ones",
         trainer.held_out,
-        f"{parameters:,} parameters, {_steps(trainer)} steps{in_minutes}{resumed}{often}, in {trainer.folder}",
+        f"{parameters:,} parameters, {_steps(trainer)} {plural}{in_minutes}{resumed}{often}{precision}, in"
+        f" {trainer.folder}",
     ]
     if config.ngram_weight and trainer.model.config.vocab_size > MOST_CHARS:
-        lines.append(f"more than {MOST_CHARS} different ones are too many to smooth the targets by counts of the text")
+        lines.append(f"with more than {MOST_CHARS} different characters, --ngram-weight has no effect")
     if by_clock and config.steps <= config.warmup_steps:
         lines.append(
             f"the learning rates need {config.warmup_steps:,} steps to rise: give more --minutes, fewer --warmup-steps"
@@ -241,18 +246,20 @@ def _summary(trainer: Trainer) -> str:
             f"stopped early, {_count(trainer.config.steps - trainer.step)} before the end:",
             f"{trainer.config.patience} evaluations in a row were not better than that of step {best_step:,}",
         ]
-    # Runs of an earlier version did not measure both in the same way.
-    train_loss = "" if trainer.best_train_loss is None else f"loss {trainer.best_train_loss:.4f}, "
     kept = "best and last model" if best_step == trainer.step else "best model, which is kept"
-    lines.append(f"{kept}: step {best_step:,}, {train_loss}held-out {trainer.best_loss:.4f} nats a character")
+    if not (trainer.folder / BEST).exists():
+        kept = f"best model, whose {BEST} is gone"
+    losses = f"loss {trainer.best_train_loss:.4f}, held-out {trainer.best_loss:.4f} nats a character"
+    lines.append(f"{kept}: step {best_step:,}, {losses}")
     if best_step != trainer.step:
         lines.append(f"last model: step {trainer.step:,}, loss {facts.train_loss:.4f}, held-out {facts.val_loss:.4f}")
     lines += _advice(trainer)
     if trainer.minutes is not None:
         config = trainer.config
+        warmup = f" --warmup-steps {config.warmup_steps}" if config.warmup_steps != warmup_for(config.steps) else ""
         lines.append(
-            f"--steps {config.steps} --eval-every {config.eval_every} instead of --minutes {trainer.minutes:g} repeats"
-            " this run"
+            f"--steps {config.steps} --eval-every {config.eval_every}{warmup} --precision {config.precision} instead of"
+            f" --minutes {trainer.minutes:g} repeats this run"
         )
     lines.append(f"write with it: minigpt generate --checkpoint {_quoted(trainer.folder)}")
     return "\n".join(lines)
@@ -261,10 +268,15 @@ def _summary(trainer: Trainer) -> str:
 def _advice(trainer: Trainer) -> list[str]:
     """What the losses of a finished run say about it, and what to do."""
     facts = trainer.facts
-    if trainer.best_train_loss is None or facts.train_loss is None or facts.val_loss is None:
-        return []
-    assert trainer.best_loss is not None
-    fit = judge(facts.train_loss, facts.val_loss, trainer.best_loss)
+    assert facts.train_loss is not None and facts.val_loss is not None and trainer.best_loss is not None
+    fit = judge(facts.train_loss, facts.val_loss, trainer.best_loss, math.log(trainer.model.config.vocab_size))
+    if fit is Fit.IGNORANT:
+        return textwrap.wrap(
+            "it has learnt nothing yet, the loss is that of a blind guess: train longer (--minutes or --steps), check"
+            " the settings that differ from the preset's, or give a text in which characters come again",
+            PROSE_WIDTH,
+            break_on_hyphens=False,
+        )
     if fit is Fit.OVERFITTING:
         return textwrap.wrap(
             "it learns its text by heart (overfitting): more text would help most, else a smaller model, more"
