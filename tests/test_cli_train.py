@@ -360,7 +360,7 @@ def test_a_text_from_standard_input_can_be_piped_in_again(monkeypatch: pytest.Mo
 
 def test_minutes_become_steps_and_the_run_can_be_repeated_by_them() -> None:
     done = train("harbour.txt", *SMALL, "--minutes", "0.01", "--out", "clock")
-    pattern = r"(--steps \d+ --eval-every \d+ --precision \S+) instead of --minutes (\S+) repeats"
+    pattern = r"(--steps \d+ --eval-every \d+ .*--precision \S+) instead of --minutes (\S+) repeats"
     ((options, minutes),) = re.findall(pattern, done.stderr)
     assert minutes == "0.01"
     assert re.search(r"about [\d,]+ steps in 0.01 minutes, evaluated every \d", done.stderr)

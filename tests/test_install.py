@@ -84,7 +84,7 @@ def test_the_metadata_says_what_is_needed(metadata: Message) -> None:
     assert readme.lstrip().startswith("# minigpt")
     needed = [str(line) for line in metadata.get_all("Requires-Dist", [])]
     core = {re.split(r"[^a-z]", line)[0] for line in needed if "extra ==" not in line}
-    assert core == {"numpy", "rich", "safetensors", "torch", "tqdm", "typer", "uniplot"}
+    assert core == {"filelock", "numpy", "rich", "safetensors", "torch", "tqdm", "typer", "uniplot"}
     tests = {re.split(r"[^a-z-]", line)[0] for line in needed if "extra == 'test'" in line}
     assert tests >= {"hypothesis", "mypy", "pytest", "ruff"}
 

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lo
 # Five examples for two processes: two and three. As wide as the presets and with a warm-up as long: in small square
 # blocks and at high rates, orthogonalising makes much of a little rounding.
 RECIPE = [*SHAPE, "--n-embd", "128", "--batch-size", "5", "--steps", "80", "--eval-every", "20", "--threads", "1"]
-RECIPE += ["--sample-chars", "40"]
+RECIPE += ["--warmup-steps", "50", "--sample-chars", "40"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "minigpt"]
 
 
