@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -33,7 +33,7 @@ def note(text: str) -> None:
         tqdm.write(text, file=sys.stderr)
         sys.stderr.flush()
     except OSError:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+        sys.stderr = _nowhere()
 
 
 def notes(quiet: bool) -> Note:
@@ -54,7 +54,7 @@ def write(text: str) -> None:
         raise
     except OSError as error:
         # What is left in the buffer would fail once more at exit.
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+        sys.stdout = _nowhere()
         raise OutputError(f"cannot write to standard output: {error.strerror or error}") from None
 
 
@@ -165,3 +165,8 @@ def steps_bar(total: int, initial: int = 0, *, hidden: bool = False) -> Iterator
 
 def _silent(_: str) -> None:
     pass
+
+
+def _nowhere() -> TextIO:
+    """A stream that takes everything and keeps nothing."""
+    return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123

@@ -1,7 +1,7 @@
 """The parts of the network that training spends its time in besides matrix products, each in few passes over memory.
 
 Each computes a function of `model` and its gradient in place, where the plain formula would make a temporary tensor for
-every operator. They serve the CPU; elsewhere the plain formulas are compiled.
+every operator. They serve the CPU; elsewhere the plain formulas do, compiled on CUDA.
 
 Shape letters as in `model`: B, T, C, H, D, S, F.
 """

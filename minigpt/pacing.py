@@ -1,4 +1,4 @@
-"""How many steps and evaluations fill a given time. Pure: the clock is the trainer's."""
+"""The pace of a run: steps and evaluations that fill a time, and how long rates rise. The clock is the trainer's."""
 
 from __future__ import annotations
 

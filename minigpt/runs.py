@@ -57,6 +57,18 @@ def foreign_file(folder: Path) -> Path | None:
     return next((path for path in paths if _is_there(path)), None)
 
 
+def make_folder(folder: Path) -> None:
+    """Makes the folder of a run, with all above it, unless it is there.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_make(folder, error) from None
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keeps other processes from training the run, whose folder is made if there is none.
@@ -67,9 +79,9 @@ def locked(folder: Path) -> Iterator[None]:
     # Here, since only training needs it.
     from filelock import FileLock, Timeout
 
+    make_folder(folder)
     lock = FileLock(folder / LOCK)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
     except Timeout:
         raise CheckpointError(f"another process trains {folder} just now: wait until it is done, or stop it") from None
@@ -77,7 +89,7 @@ def locked(folder: Path) -> Iterator[None]:
         # Some network folders know no locks; one process at a time is then up to the user.
         pass
     except OSError as error:
-        raise CheckpointError(f"cannot make the run folder {folder}: {error.strerror or error}") from None
+        raise _cannot_make(folder, error) from None
     try:
         yield
     finally:
@@ -131,6 +143,10 @@ def find_run(name: str) -> Path:
         if _is_file(folder / LAST):
             return folder
     raise CheckpointError(f"there is no run {name!r} to resume: {_known_runs()}")
+
+
+def _cannot_make(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"cannot make the run folder {folder}: {error.strerror or error}")
 
 
 def _folders(name: str) -> list[Path]:

@@ -38,7 +38,7 @@ from minigpt.ngrams import MAX_ORDER, MOST_CHARS, NGrams
 from minigpt.optim import Optimizer, decay_factor, learning_rate_factor
 from minigpt.pacing import TRIAL_MAX_S, TRIAL_SHARE, eval_every_for, rates_fall, steps_for, warmup_for
 from minigpt.parallel import ALONE, World
-from minigpt.runs import BEST, LAST, LOG, is_run
+from minigpt.runs import BEST, LAST, LOG, is_run, make_folder
 from minigpt.stopwatch import Stopwatch
 from minigpt.tokenizer import CharTokenizer
 
@@ -168,7 +168,8 @@ class Trainer:
         Args:
             minutes: how long the run is to take, with measuring its speed; more than 0, instead of ``config.steps``.
                 Until `planned` is true, the number of steps is an estimate.
-            choose: fields of ``config`` to choose for these minutes, of ``eval_every`` and ``warmup_steps``.
+            choose: fields of ``config`` that are to fit the run instead: ``warmup_steps`` its number of steps,
+                ``eval_every`` its minutes.
 
         Raises:
             CheckpointError: the folder cannot be written.
@@ -189,11 +190,8 @@ class Trainer:
                 " choose smaller ones"
             ) from None
         trainer = cls(folder, model, tokenizer, facts, train_ids, val_ids, config, extra or {}, world)
-        try:
-            if world.is_main:
-                folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot make the run folder {folder}: {error.strerror or error}") from None
+        if world.is_main:
+            make_folder(folder)
         if minutes is not None:
             trainer.minutes = minutes
             trainer._measure_speed(choose)
@@ -201,6 +199,8 @@ class Trainer:
             # What cannot take a step must not replace a run.
             with trainer._taken_back():
                 trainer._update()
+        if "warmup_steps" in choose:
+            trainer._follow(replace(trainer.config, warmup_steps=warmup_for(trainer.config.steps)))
         trainer.save()
         trainer._tidy_folder()
         return trainer
@@ -479,8 +479,6 @@ class Trainer:
             eval_every = self.world.from_main(lambda: eval_every_for(seconds, self._update_s, self._evaluation_s))
             self._follow(replace(self.config, eval_every=eval_every))
         self._plan()
-        if "warmup_steps" in choose:
-            self._follow(replace(self.config, warmup_steps=warmup_for(self.config.steps)))
 
     def _plan(self) -> bool:
         """Estimates the number of steps that fills the time. It is settled as soon as the rates begin to fall under the

@@ -261,18 +261,24 @@ def test_the_counts_share_of_the_targets_is_what_is_learnt_from_and_the_rest_is_
     assert logits.grad.flatten().tolist() == pytest.approx([0.25 - 0.4, 0.75 - 0.6])
 
 
+def aims_of_training(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor | None, float]]:
+    """Targets, what the counts say and their share, of every update from here on."""
+    aims: list[tuple[Tensor, Tensor | None, float]] = []
+
+    def spy(logits: Tensor, *aim: Any) -> tuple[Tensor, Tensor]:
+        aims.append(aim)
+        return training_loss(logits, *aim)
+
+    monkeypatch.setattr(trainer_module, "training_loss", spy)
+    return aims
+
+
 def test_the_counts_of_a_batch_are_those_of_its_places_in_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[Tensor, Tensor | None]] = []
-
-    def spy(logits: Tensor, targets: Tensor, smoothed: Tensor | None, ngram_weight: float) -> tuple[Tensor, Tensor]:
-        seen.append((targets, smoothed))
-        return training_loss(logits, targets, smoothed, ngram_weight)
-
-    monkeypatch.setattr(trainer_module, "training_loss", spy)
+    aims = aims_of_training(monkeypatch)
     next(start(tmp_path / "run").steps())
-    ((targets, smoothed),) = seen
+    ((targets, smoothed, _),) = aims
     assert smoothed is not None
     counts = NGrams(TRAIN_IDS, len(CHARS))
     # The places are told by the examples, each of which occurs once.
@@ -284,16 +290,10 @@ def test_the_counts_of_a_batch_are_those_of_its_places_in_the_text(
 
 
 def test_the_counts_share_falls_as_the_rates_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shares: list[float] = []
-
-    def spy(logits: Tensor, targets: Tensor, smoothed: Tensor | None, ngram_weight: float) -> tuple[Tensor, Tensor]:
-        shares.append(ngram_weight)
-        return training_loss(logits, targets, smoothed, ngram_weight)
-
-    monkeypatch.setattr(trainer_module, "training_loss", spy)
+    aims = aims_of_training(monkeypatch)
     finish(start(tmp_path / "run", replace(CONFIG, steps=10, decay_fraction=0.5, ngram_weight=0.8)))
     # Not in the warm-up of four steps, in which the rates rise.
-    assert shares == pytest.approx([0.8] * 6 + [0.64, 0.48, 0.32, 0.16])
+    assert [share for *_, share in aims] == pytest.approx([0.8] * 6 + [0.64, 0.48, 0.32, 0.16])
 
 
 # Randomness

@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -137,7 +136,7 @@ def train(
     model_fields = {name: given[name] for name in GPTConfig.__dataclass_fields__ if name in given}
     train_fields = {name: given[name] for name in TrainConfig.__dataclass_fields__ if name in given}
     world: World = context.obj
-    session = _Session(world, device, threads, quiet or not world.is_main, context.with_resource(ExitStack()))
+    session = _Session(world, device, threads, quiet or not world.is_main, context)
     if log is not None and world.is_main:
         from minigpt.tensorboard import writer_type
 
@@ -188,8 +187,15 @@ class _Session:
     device: str
     threads: int | None
     quiet: bool
-    # What is held until training ends: the run folder.
-    held: ExitStack
+    # Ends with the command.
+    context: typer.Context
+
+    def lock(self, folder: Path) -> None:
+        """Keeps other processes from training the run until the command ends."""
+        from minigpt.runs import locked
+
+        if self.world.is_main:
+            self.context.with_resource(locked(folder))
 
 
 @dataclass(frozen=True)
@@ -228,8 +234,7 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
     from minigpt.checkpoint import Facts
     from minigpt.device import choose_device, fastest_precision, set_threads
     from minigpt.errors import CheckpointError
-    from minigpt.pacing import warmup_for
-    from minigpt.runs import foreign_file, free_name, is_run, locked, run_folder
+    from minigpt.runs import foreign_file, free_name, is_run, run_folder
     from minigpt.samples import SAMPLE_CHARS
     from minigpt.trainer import Trainer
 
@@ -253,8 +258,7 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
     # What is free is seen by rank 0, which makes the folder.
     name = out or world.from_main(lambda: free_name(f"{_slug(text.name)}-{wanted.preset}"))
     folder = run_folder(name)
-    if world.is_main:
-        session.held.enter_context(locked(folder))
+    session.lock(folder)
     facts = Facts(
         corpus=text.name,
         corpus_sha256=text.sha256,
@@ -278,8 +282,6 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
         "sample_chars": n_chars,
         "processes": world.size,
     }
-    if wanted.minutes is None and "warmup_steps" not in wanted.train_fields:
-        config = replace(config, warmup_steps=warmup_for(config.steps))
     if wanted.minutes is not None:
         console.notes(session.quiet)(f"measuring how many steps fit into {wanted.minutes:g} min")
     trainer = Trainer.start(
@@ -304,7 +306,7 @@ def _resume(name: str, sources: list[str], session: _Session) -> tuple[Trainer, 
     from minigpt.checkpoint import load
     from minigpt.device import choose_device, set_threads
     from minigpt.errors import CheckpointError, CorpusError
-    from minigpt.runs import LAST, find_run, locked
+    from minigpt.runs import LAST, find_run
     from minigpt.sources import STDIN
     from minigpt.trainer import Trainer
 
@@ -312,8 +314,7 @@ def _resume(name: str, sources: list[str], session: _Session) -> tuple[Trainer, 
     world.join()
     # Read once, so that all go on from the same step whatever their machines keep in a folder of that name.
     folder = world.from_main(lambda: find_run(name))
-    if world.is_main:
-        session.held.enter_context(locked(folder))
+    session.lock(folder)
     checkpoint = world.from_main(lambda: load(folder / LAST, with_state=True))
     if checkpoint.state is None:
         raise CheckpointError(f"{checkpoint.path} holds a model but no training state to resume from")

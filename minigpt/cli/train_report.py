@@ -34,6 +34,16 @@ SHOWN_CHARS = 160
 # Columns of longer sentences: they fit every terminal.
 PROSE_WIDTH = 78
 
+# What to do about a model.
+_ADVICE = {
+    Fit.IGNORANT: "it has learnt nothing yet, the loss is that of a blind guess: train longer (--minutes or --steps),"
+    " check the settings that differ from the preset's, or give a text in which characters come again",
+    Fit.OVERFITTING: "it learns its text by heart (overfitting): more text would help most, else a smaller model, more"
+    " --dropout, or fewer --steps (a smaller --eval-every with --patience 2 finds out how many)",
+    Fit.UNDERFITTING: "it could learn more from this text (underfitting): train longer (--minutes or --steps), or with"
+    " a larger --preset",
+}
+
 
 class TrainReport:
     """Shows one training as it goes and keeps what is to be looked at later.
@@ -270,28 +280,7 @@ def _advice(trainer: Trainer) -> list[str]:
     facts = trainer.facts
     assert facts.train_loss is not None and facts.val_loss is not None and trainer.best_loss is not None
     fit = judge(facts.train_loss, facts.val_loss, trainer.best_loss, math.log(trainer.model.config.vocab_size))
-    if fit is Fit.IGNORANT:
-        return textwrap.wrap(
-            "it has learnt nothing yet, the loss is that of a blind guess: train longer (--minutes or --steps), check"
-            " the settings that differ from the preset's, or give a text in which characters come again",
-            PROSE_WIDTH,
-            break_on_hyphens=False,
-        )
-    if fit is Fit.OVERFITTING:
-        return textwrap.wrap(
-            "it learns its text by heart (overfitting): more text would help most, else a smaller model, more"
-            " --dropout, or fewer --steps (a smaller --eval-every with --patience 2 finds out how many)",
-            PROSE_WIDTH,
-            break_on_hyphens=False,
-        )
-    if fit is Fit.UNDERFITTING:
-        return textwrap.wrap(
-            "it could learn more from this text (underfitting): train longer (--minutes or --steps), or with a larger"
-            " --preset",
-            PROSE_WIDTH,
-            break_on_hyphens=False,
-        )
-    return []
+    return textwrap.wrap(_ADVICE.get(fit, ""), PROSE_WIDTH, break_on_hyphens=False)
 
 
 def _profile(stopwatch: Stopwatch) -> str:
