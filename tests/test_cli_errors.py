@@ -18,6 +18,7 @@ import torch
 import typer
 from safetensors.torch import save_file
 
+from minigpt import __main__
 from minigpt.cli import app, main
 from tests.cli_support import SHAPE, SMALL, TEXT, as_in_a_shell, place, run
 
@@ -472,6 +473,20 @@ def test_an_odd_word_is_shown_harmlessly_in_a_wrong_command_line(name: str) -> N
         assert "\x1b" not in usage
         assert "\x9b" not in usage
         assert "two\nlines" not in usage
+
+
+def test_ctrl_c_while_modules_are_loaded_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "minigpt.cli", Interrupted())
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr() == ("", "")
 
 
 # Help

@@ -25,7 +25,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file
+from torch.distributed.run import get_args_parser
 
 from minigpt import cli
 from minigpt.checkpoint import Facts, load
@@ -408,6 +410,17 @@ def test_the_second_shows_and_writes_nothing_and_computes_as_the_first_decides(
             assert run(*line, "--log", "tensorboard", "--out", tmp_path / "second").stderr == ""
     assert told == []
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+def test_torchrun_leaves_every_option_of_training_to_it() -> None:
+    parser = get_args_parser()
+    # The only one with two names: torchrun asks which of its own --log means.
+    taken = {"--log"}
+    for parameter in typer.main.get_command(cli.app).commands["train"].params:  # type: ignore[attr-defined]
+        for option in set(parameter.opts) - taken:
+            if option.startswith("-"):
+                line = ["--standalone", "-m", "minigpt", "train", option, "1"]
+                assert parser.parse_args(line).training_script_args == line[3:]
 
 
 def test_the_clock_of_the_first_decides_on_the_steps(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def _root(
 
 
 def main() -> None:
-    """The entry point of ``minigpt`` and ``python -m minigpt``."""
+    """Reads the command line of this process and does what it says."""
     for name in ("stdout", "stderr"):
         # A stream that was closed by the shell takes everything and keeps nothing.
         stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123

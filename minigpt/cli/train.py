@@ -116,7 +116,10 @@ def train(
             show_default=False,
         ),
     ] = None,
-    log: Annotated[Log | None, typer.Option("--log", help="Show the training in TensorBoard too.")] = None,
+    # torchrun takes --log for the start of options of its own, wherever it stands.
+    log: Annotated[
+        Log | None, typer.Option("--log", "--log-to", help="Show the training in TensorBoard too (torchrun: --log-to).")
+    ] = None,
     device: DeviceOption = "auto",
     precision: Annotated[
         str | None, _field("precision", "float32 or bfloat16. Default: the faster one on the device, by a short trial.")
