@@ -124,7 +124,7 @@ def load_corpus(
 
 @dataclass(frozen=True)
 class Batch:
-    """Random windows of a text."""
+    """Windows of a text."""
 
     # Ids and, for each, the id that follows, (B, T), int64, on the CPU.
     x: torch.Tensor
@@ -133,25 +133,49 @@ class Batch:
     positions: npt.NDArray[np.int64]
 
 
-def batch(ids: Ids, block_size: int, batch_size: int, generator: torch.Generator) -> Batch:
-    """Draws windows of the text.
+class Examples:
+    """A text as a sequence of windows in random order, without end: pass after pass reads all of it, each cut at other
+    places.
+
+    In a short text that is read many times, windows drawn independently would leave some parts out for long and repeat
+    others.
 
     Args:
         ids: (N,), of any integer type, N > block_size.
-        generator: on the CPU; every start from 0 to N - block_size - 1 is equally likely.
-
-    Returns:
-        batch_size windows of block_size characters.
+        block_size: T, characters of a window.
+        seed: decides on the order.
     """
-    n_starts = len(ids) - block_size
-    if n_starts < 1:
-        raise ValueError(f"{len(ids)} ids hold no window of block_size={block_size} and the id after it")
-    # 62 random bits, for torch may draw from a smaller range with 32, and then a text of 10^9 characters would see some
-    # starts 25 % more often than others. Here it is one in 10^9.
-    draws = torch.randint(1 << 62, (batch_size, 1), generator=generator)
-    positions = (draws % n_starts).numpy() + np.arange(block_size + 1)  # (B, T + 1)
-    windows = torch.from_numpy(ids[positions].astype(np.int64))
-    return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), positions[:, 1:])
+
+    def __init__(self, ids: Ids, block_size: int, seed: int) -> None:
+        if len(ids) <= block_size:
+            raise ValueError(f"{len(ids)} ids hold no window of block_size={block_size} and the id after it")
+        self._ids = ids
+        self._block_size = block_size
+        self._seed = seed
+        # Windows of a pass: as many as fit wherever the first one begins, which is anywhere in what they leave over.
+        self._per_pass = max(1, len(ids) // block_size - 1)
+        # The pass that was asked for last, and where its windows start.
+        self._pass = -1
+        self._starts: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+    def batch(self, first: int, count: int) -> Batch:
+        """The windows first ... first + count - 1 of the sequence: a function of the numbers and the seed alone."""
+        numbers = np.arange(first, first + count)
+        passes, places = np.divmod(numbers, self._per_pass)
+        # Passes in turn, or the order of one that is long would be made again and again.
+        in_turn = range(first // self._per_pass, (first + count - 1) // self._per_pass + 1)
+        starts = np.concatenate([self._starts_of(number)[places[passes == number]] for number in in_turn])
+        positions = starts[:, None] + np.arange(self._block_size + 1)  # (B, T + 1)
+        windows = torch.from_numpy(self._ids[positions].astype(np.int64))
+        return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), positions[:, 1:])
+
+    def _starts_of(self, number: int) -> npt.NDArray[np.int64]:
+        if number != self._pass:
+            generator = np.random.default_rng((self._seed, number))
+            offset = generator.integers(len(self._ids) - self._per_pass * self._block_size)
+            self._starts = offset + self._block_size * generator.permutation(self._per_pass)
+            self._pass = number
+        return self._starts
 
 
 # Characters to ids

@@ -28,7 +28,7 @@ from torch.nn import functional
 from minigpt.atomic import replacing
 from minigpt.checkpoint import Checkpoint, Facts, TrainingState, save_checkpoint
 from minigpt.config import GPTConfig, TrainConfig, settings_from_json, settings_to_json
-from minigpt.corpus import Ids, batch
+from minigpt.corpus import Examples, Ids
 from minigpt.device import compiled, require_memory
 from minigpt.errors import CheckpointError, ConfigError, TrainingError
 from minigpt.evaluation import window_loss
@@ -120,6 +120,7 @@ class Trainer:
         self.facts = facts
         self.config = config
         self._train_ids = train_ids
+        self._examples = Examples(train_ids, model.config.block_size, _derived_seed(config.seed, _BATCH, 0))
         self._val_ids = val_ids
         self._extra = extra
         self.world = world
@@ -374,9 +375,8 @@ class Trainer:
     def _take_step(self) -> StepReport:
         started = time.perf_counter()
         config, device = self.config, self.model.lm_head.weight.device
-        generator = torch.Generator().manual_seed(_derived_seed(config.seed, _BATCH, self.step))
-        examples = batch(self._train_ids, self.model.config.block_size, config.batch_size, generator)
-        # All processes draw the whole batch, which costs little, and compute their rows of it.
+        # All processes make the whole batch, which costs little, and compute their rows of it.
+        examples = self._examples.batch(self.step * config.batch_size, config.batch_size)
         rows = self.world.share(config.batch_size)
         x, targets = examples.x[rows].to(device), examples.y[rows].to(device)
         weight = len(x) / config.batch_size
@@ -389,8 +389,7 @@ class Trainer:
             torch.manual_seed(_derived_seed(config.seed, _DROPOUT, self.step, self.world.rank))
             with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
                 logits = self._forward(x)
-        # Counts teach fast at first, but know less in the end than the model: their share falls as the rates do.
-        ngram_weight = config.ngram_weight * decay_factor(self.step, config)
+        ngram_weight = config.ngram_weight * ngram_factor(self.step, config)
         loss, objective = training_loss(logits.float(), targets, smoothed, ngram_weight)
         loss_value = self.world.sum(weight * loss.item())
         self._require_finite("loss", loss_value)
@@ -557,6 +556,15 @@ class Trainer:
         line = parse_line(text) if text.endswith("\n") else None
         newest = (self._evaluated_step or 0) if isinstance(line, LoggedEvaluation) else self.step
         return line is not None and line.step <= newest
+
+
+def ngram_factor(step: int, config: TrainConfig) -> float:
+    """The share of the counts at a step (from 0), relative to its peak.
+
+    Counts teach fast at first, but know less in the end than the model: their share falls as the rates do. Half of it
+    stays, which keeps a model that reads a short text many times from learning it by heart.
+    """
+    return (1 + decay_factor(step, config)) / 2
 
 
 def training_loss(

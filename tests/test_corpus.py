@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from minigpt import corpus, sources
 from minigpt.atomic import replacing
-from minigpt.corpus import Corpus, batch, load_corpus
+from minigpt.corpus import Corpus, Examples, load_corpus
 from minigpt.errors import CorpusError
 from minigpt.tokenizer import CharTokenizer
 
@@ -348,13 +348,13 @@ def test_a_split_that_makes_no_sense_is_a_mistake_in_code(val_fraction: float, b
         corpus_of(PLAY).split(val_fraction, block_size)
 
 
-# Batches
+# Examples
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
 def test_a_batch_is_windows_of_the_text_and_what_follows_each_character(dtype: type[np.unsignedinteger[Any]]) -> None:
     ids = np.arange(50).astype(dtype)
-    drawn = batch(ids, 8, 16, torch.Generator().manual_seed(1))
+    drawn = Examples(ids, 8, seed=1).batch(0, 16)
     x, y = drawn.x, drawn.y
     assert x.shape == y.shape == (16, 8)
     assert x.dtype == y.dtype == torch.int64
@@ -365,8 +365,22 @@ def test_a_batch_is_windows_of_the_text_and_what_follows_each_character(dtype: t
     assert np.array_equal(ids[drawn.positions], y.numpy())
 
 
+def test_a_pass_reads_what_its_windows_cut_out_once_and_the_next_pass_is_cut_elsewhere() -> None:
+    # Nine windows of ten fit wherever the first one begins, from 0 to 13.
+    examples = Examples(np.arange(104, dtype=np.uint8), 10, seed=1)
+    offsets = []
+    for number in range(6):
+        starts = examples.batch(9 * number, 9).x[:, 0].numpy()
+        offsets.append(int(starts.min()))
+        assert np.array_equal(np.sort(starts), offsets[-1] + 10 * np.arange(9))
+        assert not np.array_equal(np.sort(starts), starts)
+        assert 0 <= offsets[-1] <= 13
+    assert len(set(offsets)) > 3
+
+
 def test_every_start_from_the_first_to_the_last_is_equally_likely() -> None:
-    drawn = batch(np.arange(12, dtype=np.uint8), 7, 20_000, torch.Generator().manual_seed(1))
+    # One window fits, at any of five places.
+    drawn = Examples(np.arange(12, dtype=np.uint8), 7, seed=1).batch(0, 20_000)
     counts = torch.bincount(drawn.x[:, 0])
     assert len(counts) == 5
     assert drawn.y.max() == 11
@@ -374,39 +388,28 @@ def test_every_start_from_the_first_to_the_last_is_equally_likely() -> None:
     assert (counts - 4000).abs().max() < 5 * 57
 
 
-def test_starts_are_equally_likely_in_a_text_of_three_thousand_million_characters() -> None:
-    """32 random bits modulo 3 * 10^9 would put 60 % into the first 1.3 * 10^9 instead of 43 %."""
-    length = 3_000_000_000
-    # Takes no memory: all characters are the same one.
-    ids: np.ndarray = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), shape=(length,), strides=(0,))
-    seen: list[np.ndarray] = []
-
-    class Recorder:
-        def __len__(self) -> int:
-            return len(ids)
-
-        def __getitem__(self, places: np.ndarray) -> Any:
-            seen.append(places)
-            return ids[places]
-
-    batch(Recorder(), 4, 10_000, torch.Generator().manual_seed(1))  # type: ignore[arg-type]
-    share = float((seen[0][:, 0] < 2**32 - length).mean())
-    # Five standard deviations of 0.005; seeded, and with another seed a false alarm once in 1,700,000 runs.
-    assert abs(share - (2**32 - length) / length) < 5 * 0.005
+def test_a_batch_is_the_same_however_the_sequence_is_cut_into_batches() -> None:
+    ids = np.arange(64, dtype=np.uint8)
+    # Seven windows a pass: batches of 16 reach over the ends of several.
+    whole = Examples(ids, 8, seed=5).batch(0, 112).x
+    cut = [Examples(ids, 8, seed=5).batch(16 * step, 16).x for step in range(7)]
+    assert torch.equal(torch.cat(cut), whole)
+    backwards = Examples(ids, 8, seed=5)
+    assert torch.equal(torch.cat([backwards.batch(16 * step, 16).x for step in reversed(range(7))][::-1]), whole)
 
 
-def test_the_generator_alone_decides_a_batch() -> None:
+def test_the_seed_alone_decides_the_order() -> None:
     ids = np.arange(100, dtype=np.uint8)
-    torch.manual_seed(1)
-    one = batch(ids, 8, 4, torch.Generator().manual_seed(5))
+    one = Examples(ids, 8, seed=5).batch(3, 8)
+    np.random.seed(2)
     torch.manual_seed(2)
-    other = batch(ids, 8, 4, torch.Generator().manual_seed(5))
-    assert torch.equal(one.x, other.x)
+    assert torch.equal(Examples(ids, 8, seed=5).batch(3, 8).x, one.x)
+    assert not torch.equal(Examples(ids, 8, seed=6).batch(3, 8).x, one.x)
 
 
 def test_the_only_window_of_a_short_text_is_found_and_a_shorter_text_is_a_mistake_in_code() -> None:
-    drawn = batch(np.arange(5, dtype=np.uint8), 4, 3, torch.Generator())
+    drawn = Examples(np.arange(5, dtype=np.uint8), 4, seed=0).batch(0, 3)
     assert drawn.x.tolist() == [[0, 1, 2, 3]] * 3
     assert drawn.y.tolist() == [[1, 2, 3, 4]] * 3
     with pytest.raises(ValueError, match="block_size=4"):
-        batch(np.arange(4, dtype=np.uint8), 4, 3, torch.Generator())
+        Examples(np.arange(4, dtype=np.uint8), 4, seed=0)

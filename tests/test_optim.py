@@ -130,6 +130,17 @@ def test_singular_values_of_a_badly_conditioned_matrix_end_near_one_too(smallest
     assert found.max() < 1.55
 
 
+@pytest.mark.parametrize("columns", [64, 128, 512])
+@pytest.mark.parametrize("smallest", [0.1, 0.02, 0.002])
+def test_in_float32_in_which_training_is_singular_values_end_near_one_too(columns: int, smallest: float) -> None:
+    spread = np.geomspace(smallest, 1.0, 64)
+    matrix = with_singular_values(11, 64, columns, (spread / np.linalg.norm(spread)).tolist())[None]
+    expected = torch.linalg.svdvals(orthogonalise(matrix))
+    found = torch.linalg.svdvals(orthogonalise(matrix.float()).double())
+    # Squaring the matrix squares its condition, which costs half the digits of the smallest ones.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
 def test_a_direction_that_is_a_millionth_of_the_rest_grows_but_stays_small() -> None:
     # The slopes at zero multiply to 461.
     result = orthogonalise(with_singular_values(6, 4, 4, [1.0, 1.0, 1.0, 1e-6])[None])[0]
