@@ -20,6 +20,9 @@ PRECISIONS = ("float32", "bfloat16")
 # longer learn as one does.
 WARMUP_STEPS = 50
 
+# A year. A run that is to take longer is a mistake, and its steps could not be counted.
+MOST_MINUTES = 366 * 24 * 60.0
+
 # Near the largest number of float32, with room to multiply.
 MOST_FLOAT = 1e30
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,6 +27,11 @@ from minigpt.download import Progress
 from minigpt.errors import CorpusError
 from minigpt.sources import DATA_FOLDER, State, Text, open_text
 from minigpt.tokenizer import CharTokenizer
+
+# A half-written file that was not written to for so long is nobody's.
+STALE_S = 24 * 3600.0
+# Of a shuffle: fewer leave patterns.
+ROUNDS = 6
 
 # Ids of any of the unsigned types.
 Ids = npt.NDArray[np.unsignedinteger[Any]]
@@ -134,11 +140,10 @@ class Batch:
 
 
 class Examples:
-    """A text as a sequence of windows in random order, without end: pass after pass reads all of it, each cut at other
-    places.
+    """A text as an endless sequence of windows in random order: pass after pass, each cut at other places.
 
-    In a short text that is read many times, windows drawn independently would leave some parts out for long and repeat
-    others.
+    A pass reads every part of the text once, but for one to two windows' length at its ends. In a short text that is
+    read many times, windows drawn independently would leave some parts out for long and repeat others.
 
     Args:
         ids: (N,), of any integer type, N > block_size.
@@ -152,30 +157,48 @@ class Examples:
         self._ids = ids
         self._block_size = block_size
         self._seed = seed
-        # Windows of a pass: as many as fit wherever the first one begins, which is anywhere in what they leave over.
+        # One window less than there is room for, so that there is room to move the cuts.
         self._per_pass = max(1, len(ids) // block_size - 1)
-        # The pass that was asked for last, and where its windows start.
-        self._pass = -1
-        self._starts: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def batch(self, first: int, count: int) -> Batch:
         """The windows first ... first + count - 1 of the sequence: a function of the numbers and the seed alone."""
-        numbers = np.arange(first, first + count)
-        passes, places = np.divmod(numbers, self._per_pass)
-        # Passes in turn, or the order of one that is long would be made again and again.
-        in_turn = range(first // self._per_pass, (first + count - 1) // self._per_pass + 1)
-        starts = np.concatenate([self._starts_of(number)[places[passes == number]] for number in in_turn])
+        passes, places = np.divmod(np.arange(first, first + count), self._per_pass)
+        starts = np.empty(count, np.int64)
+        for pass_ in np.unique(passes):
+            offset, *keys = np.random.SeedSequence((self._seed, int(pass_))).generate_state(1 + ROUNDS, np.uint64)
+            of_pass = passes == pass_
+            spare = len(self._ids) - self._per_pass * self._block_size
+            shuffled = _shuffled(places[of_pass], self._per_pass, keys)
+            starts[of_pass] = shuffled * self._block_size + int(offset) % spare
         positions = starts[:, None] + np.arange(self._block_size + 1)  # (B, T + 1)
         windows = torch.from_numpy(self._ids[positions].astype(np.int64))
         return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), positions[:, 1:])
 
-    def _starts_of(self, number: int) -> npt.NDArray[np.int64]:
-        if number != self._pass:
-            generator = np.random.default_rng((self._seed, number))
-            offset = generator.integers(len(self._ids) - self._per_pass * self._block_size)
-            self._starts = offset + self._block_size * generator.permutation(self._per_pass)
-            self._pass = number
-        return self._starts
+
+def _shuffled(places: npt.NDArray[np.int64], n: int, keys: Sequence[np.uint64]) -> npt.NDArray[np.int64]:
+    """What stands at some places of a random order of 0 ... n - 1, without making the order: it could be long.
+
+    Args:
+        places: from 0 to n - 1.
+        keys: decide on the order.
+
+    Source:
+        A Feistel network permutes the numbers of an even number of bits; one that it takes to n or above goes through
+        it again until it is below (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 4).
+    """
+    half_bits = np.uint64(-(-(n - 1).bit_length() // 2))
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    numbers = places.astype(np.uint64)
+    out = np.ones(len(numbers), np.bool_)
+    while out.any():
+        left, right = numbers[out] >> half_bits, numbers[out] & mask
+        for key in keys:
+            # The product's high bits depend on all bits of the factors' low ones.
+            mixed = ((right + key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
+            left, right = right, left ^ (mixed & mask)
+        numbers[out] = (left << half_bits) | right
+        out = numbers >= n
+    return numbers.astype(np.int64)
 
 
 # Characters to ids
@@ -303,13 +326,23 @@ def _in_kept_file(pieces: Iterable[Ids], facts: _Facts, kept_at: Path) -> Ids:
             f"cannot keep the encoded text in {str(kept_at.parent)!r}: {error.strerror or error}; free some space, or"
             " run minigpt in a folder that you may write to"
         ) from None
+    _remove_stale(kept_at)
+    return ids
+
+
+def _remove_stale(kept_at: Path) -> None:
+    """Removes what was encoded of earlier states of the sources, and what a killed process left of this one."""
     sources_mark = kept_at.name.partition("-")[0]
+    for partial in kept_at.parent.glob(f".{sources_mark}-*.partial"):
+        with suppress(OSError):
+            # One that is being written has a time of now.
+            if time.time() - partial.stat().st_mtime > STALE_S:
+                partial.unlink()
     for stale in kept_at.parent.glob(f"{sources_mark}-*"):
         if stale.suffix in (".ids", ".json") and stale.stem != kept_at.name:
             # Windows keeps a file that another process has mapped.
             with suppress(OSError):
                 stale.unlink()
-    return ids
 
 
 def _load_kept(kept_at: Path) -> tuple[_Facts, Ids] | None:

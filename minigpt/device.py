@@ -83,6 +83,11 @@ def require_memory(config: GPTConfig, batch_size: int) -> None:
             )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether that says that there is no memory left; torch says it of the CPU in a plain RuntimeError."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
+
+
 def fastest_precision(device: torch.device) -> str:
     """The number format in which the device multiplies matrices fastest: "float32" or "bfloat16".
 

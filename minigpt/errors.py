@@ -29,6 +29,10 @@ class CheckpointError(MinigptError):
     """A checkpoint cannot be found, read or written, or is not one of ours."""
 
 
+class LockedError(CheckpointError):
+    """Another process trains the run."""
+
+
 class PromptError(MinigptError):
     """A prompt cannot be read, or the model cannot go on from it."""
 

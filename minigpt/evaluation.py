@@ -45,18 +45,23 @@ def window_loss(model: GPT, ids: Ids, max_chars: int = 0, world: World = ALONE) 
     if len(ids) < 2:
         raise ValueError("a loss needs at least 2 characters")
     T = min(model.config.block_size, len(ids) - 1)
-    starts = np.arange(0, len(ids) - T, T)
-    if max_chars and len(starts) > (wanted := max(1, max_chars // T)):
-        starts = starts[np.arange(wanted) * len(starts) // wanted]
+    there_are, n_read = n_windows(len(ids), T), n_windows(len(ids), T, max_chars)
+    starts = np.arange(n_read) * there_are // n_read * T
     # Of more processes than windows some have none.
-    own = starts[world.share(len(starts))]
+    own = starts[world.share(n_read)]
     total = 0.0
     with evaluating(model):
         for batch in np.array_split(own, min(len(own), -(-len(own) * T // CHARS_PER_CALL))) if len(own) else []:
             windows = torch.from_numpy(ids[batch[:, None] + np.arange(T + 1)].astype(np.int64))
             windows = windows.to(model.lm_head.weight.device)
             total += cross_entropy(model(windows[:, :-1]), windows[:, 1:]).item() * len(batch)
-    return world.sum(total) / len(starts)
+    return world.sum(total) / n_read
+
+
+def n_windows(n_ids: int, block_size: int, max_chars: int = 0) -> int:
+    """How many windows `window_loss` reads of a text: at least one; ``max_chars`` of 0 is all there are."""
+    there_are = max(1, (n_ids - 1) // block_size)
+    return min(there_are, max(1, max_chars // block_size)) if max_chars else there_are
 
 
 @torch.inference_mode()

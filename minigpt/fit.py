@@ -26,9 +26,9 @@ class Fit(Enum):
 
 
 def judge(train_loss: float, val_loss: float, best_loss: float, blind_loss: float) -> Fit:
-    """Ignorant if the best was no better than a blind guess; overfitting if the held-out loss has clearly risen again
-    or the training loss is far below it; underfitting if the two are about equal and the held-out loss was never lower
-    than at the end.
+    """Ignorant if neither the best nor the training loss was better than a blind guess; overfitting if the held-out
+    loss has clearly risen again or the training loss is far below it; underfitting if the two are about equal and the
+    held-out loss was never lower than at the end.
 
     Args:
         train_loss, val_loss: at the end, measured in the same way; nats a character.

@@ -1,4 +1,4 @@
-"""The update of the weights: Muon for the matrices inside the blocks, AdamW for the rest, one schedule for both."""
+"""The update of the weights: Muon for the matrices inside the blocks, AdamW for the rest, and the schedules."""
 
 from __future__ import annotations
 
@@ -42,6 +42,16 @@ def decay_factor(step: int, config: TrainConfig) -> float:
     return min(1.0, (1 - step / config.steps) / config.decay_fraction) if config.decay_fraction else 1.0
 
 
+def ngram_factor(step: int, config: TrainConfig) -> float:
+    """The share of the counts at a step (from 0), relative to its peak: 1, then a fall to a half as the rates fall.
+
+    Counts teach fast at first, but know less in the end than the model does. Half of their share stays, which keeps a
+    model that reads a short text many times from learning it by heart. Like the rates it must not depend on
+    ``config.steps`` before they fall: until then a run by the clock only estimates that number.
+    """
+    return (1 + decay_factor(step, config)) / 2
+
+
 def orthogonalise(matrices: Tensor) -> Tensor:
     """Keeps the directions of matrices and makes their singular values about equal: U S V^T to about U V^T.
 
@@ -83,8 +93,8 @@ class Muon:
 
     Every block of `BLOCK_ROWS` rows is orthogonalised by itself (Khaled et al. 2025, "MuonBP", without its occasional
     steps for whole matrices). The work then grows with the number of weights only, and all blocks of equal width go
-    through in one piece. For a matrix that is one block it is the update of ``torch.optim.Muon``, in the dtype of the
-    weights, with decoupled weight decay.
+    through in one piece. For a matrix that is one block, and but for the polynomials, it is the update of
+    ``torch.optim.Muon``, in the dtype of the weights, with decoupled weight decay.
 
     Args:
         params: matrices, (rows, columns).

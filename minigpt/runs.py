@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
-from minigpt.errors import CheckpointError
+from minigpt.errors import CheckpointError, LockedError
 
 CHECKPOINTS = Path("checkpoints")
 # The model with the lowest held-out loss.
@@ -54,7 +55,25 @@ def foreign_file(folder: Path) -> Path | None:
     if is_run(folder):
         return None
     paths = [folder / name for name in (LOG, SAMPLES, LOSS_PLOT, TENSORBOARD)]
-    return next((path for path in paths if _is_there(path)), None)
+    return next((path for path in paths if is_there(path)), None)
+
+
+def require_free(folder: Path) -> None:
+    """Checks that a new run in the folder would replace nothing.
+
+    Raises:
+        CheckpointError: it would.
+    """
+    if is_run(folder):
+        raise CheckpointError(
+            f"there is a run in {folder} already: go on with it by --resume {folder.name}, replace it with --force, or"
+            " choose another --out"
+        )
+    if foreign := foreign_file(folder):
+        raise CheckpointError(
+            f"a run in {folder} would replace {foreign}, which is of none: choose another --out, or replace it with"
+            " --force"
+        )
 
 
 def make_folder(folder: Path) -> None:
@@ -74,7 +93,8 @@ def locked(folder: Path) -> Iterator[None]:
     """Keeps other processes from training the run, whose folder is made if there is none.
 
     Raises:
-        CheckpointError: one does, or the folder cannot be made.
+        LockedError: one does.
+        CheckpointError: the folder cannot be made.
     """
     # Here, since only training needs it.
     from filelock import FileLock, Timeout
@@ -84,7 +104,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        raise CheckpointError(f"another process trains {folder} just now: wait until it is done, or stop it") from None
+        raise LockedError(f"another process trains {folder} just now: wait until it is done, or stop it") from None
     except NotImplementedError:
         # Some network folders know no locks; one process at a time is then up to the user.
         pass
@@ -104,13 +124,12 @@ def runs() -> list[str]:
     return [folder.name for folder in sorted(folders, key=_written_at, reverse=True)]
 
 
-def free_name(base: str) -> str:
-    """``base``, or ``base-2``, ``base-3`` ... where there is a run of that name, or what one would replace."""
-    name, n = base, 1
-    while is_run(CHECKPOINTS / name) or foreign_file(CHECKPOINTS / name):
-        n += 1
-        name = f"{base}-{n}"
-    return name
+def free_names(base: str) -> Iterator[str]:
+    """Those of ``base``, ``base-2``, ``base-3`` ... under which there is no run, nor what one would replace."""
+    for n in count(1):
+        name = base if n == 1 else f"{base}-{n}"
+        if not (is_run(CHECKPOINTS / name) or foreign_file(CHECKPOINTS / name)):
+            yield name
 
 
 def find_checkpoint(name: str | None = None) -> Path:
@@ -155,10 +174,11 @@ def _folders(name: str) -> list[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    return _is_there(path) and path.is_file()
+    return is_there(path) and path.is_file()
 
 
-def _is_there(path: Path) -> bool:
+def is_there(path: Path) -> bool:
+    """Whether there is a file or folder of that name, however odd the name."""
     try:
         return path.exists()
     except (OSError, ValueError):

@@ -27,21 +27,23 @@ from torch.nn import functional
 
 from minigpt.atomic import replacing
 from minigpt.checkpoint import Checkpoint, Facts, TrainingState, save_checkpoint
-from minigpt.config import GPTConfig, TrainConfig, settings_from_json, settings_to_json
+from minigpt.config import MOST_MINUTES, GPTConfig, TrainConfig, settings_from_json, settings_to_json
 from minigpt.corpus import Examples, Ids
-from minigpt.device import compiled, require_memory
+from minigpt.device import compiled, is_out_of_memory, require_memory
 from minigpt.errors import CheckpointError, ConfigError, TrainingError
 from minigpt.evaluation import window_loss
 from minigpt.history import LoggedEvaluation, parse_line
 from minigpt.model import GPT
 from minigpt.ngrams import MAX_ORDER, MOST_CHARS, NGrams
-from minigpt.optim import Optimizer, decay_factor, learning_rate_factor
+from minigpt.optim import Optimizer, learning_rate_factor, ngram_factor
 from minigpt.pacing import TRIAL_MAX_S, TRIAL_SHARE, eval_every_for, rates_fall, steps_for, warmup_for
 from minigpt.parallel import ALONE, World
 from minigpt.runs import BEST, LAST, LOG, is_run, make_folder
 from minigpt.stopwatch import Stopwatch
 from minigpt.tokenizer import CharTokenizer
 
+# Of the training state: another one, or another recipe, does not go on where it was saved.
+STATE_VERSION = 2
 # Steps between two lines of training loss in the log.
 LOG_EVERY = 10
 # Of the training part, an evaluation reads as many characters as of the held-out part, but no more than this: its mean
@@ -49,7 +51,7 @@ LOG_EVERY = 10
 TRAIN_CHARS = 8192
 
 # What the time of an update and of an evaluation goes to, in order; the last of each is the caller's.
-UPDATE_PHASES = ("batch", "forward", "backward", "clipping", "optimizer", "reporting")
+UPDATE_PHASES = ("batch", "smoothing", "forward", "backward", "clipping", "optimizer", "reporting")
 EVALUATION_PHASES = ("evaluation", "saving", "showing")
 # What is done once, before the first update of a session.
 COUNTING = "counting"
@@ -167,8 +169,8 @@ class Trainer:
         """A new run, which is on disk, ready to be resumed, when this returns. What the folder held is replaced.
 
         Args:
-            minutes: how long the run is to take, with measuring its speed; more than 0, instead of ``config.steps``.
-                Until `planned` is true, the number of steps is an estimate.
+            minutes: how long the run is to take, with measuring its speed, instead of ``config.steps``; more than 0,
+                at most `MOST_MINUTES`. Until `planned` is true, the number of steps is an estimate.
             choose: fields of ``config`` that are to fit the run instead: ``warmup_steps`` its number of steps,
                 ``eval_every`` its minutes.
 
@@ -176,8 +178,8 @@ class Trainer:
             CheckpointError: the folder cannot be written.
             ConfigError: the model or its batches do not fit into memory, or the batch is too small for the processes.
         """
-        if minutes is not None and not 0 < minutes < math.inf:
-            raise ValueError(f"minutes={minutes} must be a finite number, more than 0")
+        if minutes is not None and not 0 < minutes <= MOST_MINUTES:
+            raise ValueError(f"minutes={minutes} must be more than 0 and at most {MOST_MINUTES}")
         world.require_rows(config.batch_size)
         require_memory(model_config, -(-config.batch_size // world.size))
         generator = torch.Generator().manual_seed(_derived_seed(config.seed, _INIT, 0))
@@ -185,7 +187,9 @@ class Trainer:
         try:
             with torch.random.fork_rng(devices=[]):
                 model = GPT(model_config, generator).to(device)
-        except (RuntimeError, MemoryError):
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise ConfigError(
                 f"a model of n_layer={model_config.n_layer} and n_embd={model_config.n_embd} does not fit into memory:"
                 " choose smaller ones"
@@ -226,6 +230,11 @@ class Trainer:
         if checkpoint.state is None:
             raise CheckpointError(f"{checkpoint.path} holds a model but no training state to resume from")
         values = checkpoint.state.values
+        if values.get("version") != STATE_VERSION:
+            raise CheckpointError(
+                f"the training state in {checkpoint.path} is of another version of minigpt, which trains in"
+                " another way: generate with it, or train a new run"
+            )
         try:
             config = settings_from_json(TrainConfig, values["config"])
             trainer = cls(
@@ -251,7 +260,7 @@ class Trainer:
             trainer.elapsed_s = float(values["elapsed_s"])
             if values["minutes"] is not None:
                 trainer.minutes = float(values["minutes"])
-                if not 0 < trainer.minutes < math.inf:
+                if not 0 < trainer.minutes <= MOST_MINUTES:
                     raise ValueError(f"minutes is {trainer.minutes}")
             trainer.stopwatch = Stopwatch(values["stopwatch"])
             trainer._losses.extend(float(loss) for loss in values["losses"])
@@ -259,7 +268,10 @@ class Trainer:
                 raise ValueError(f"it has {len(trainer._losses)} losses")
             trainer._optimizer.load_state_tensors(checkpoint.state.tensors)
         except (KeyError, TypeError, ValueError, ConfigError) as error:
-            raise CheckpointError(f"the training state in {checkpoint.path} is damaged: {error}") from None
+            fault = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise CheckpointError(
+                f"the training state in {checkpoint.path} is damaged ({fault}): generate with it, or train a new run"
+            ) from None
         world.require_rows(trainer.config.batch_size)
         trainer._tidy_folder()
         return trainer
@@ -270,14 +282,9 @@ class Trainer:
         return self._evaluated_step
 
     @property
-    def held_out(self) -> str:
-        """How the held-out part is used, in words."""
-        n_chars = len(self._val_ids)
-        # As `window_loss` reads them: in whole windows, at least one.
-        block_size = self.model.config.block_size
-        read_chars = max(1, self.config.eval_chars // block_size) * block_size if self.config.eval_chars else n_chars
-        read = "all" if read_chars >= n_chars else f"{min(99, max(1, round(100 * read_chars / n_chars)))}%"
-        return f"the last {len(self._val_ids):,} are held out; each evaluation reads {read} of them"
+    def n_held_out(self) -> int:
+        """Characters of the held-out part."""
+        return len(self._val_ids)
 
     @property
     def planned(self) -> bool:
@@ -338,6 +345,7 @@ class Trainer:
 
     def _write_last(self) -> None:
         values = {
+            "version": STATE_VERSION,
             "config": settings_to_json(self.config),
             "step": self.step,
             "best_loss": self.best_loss,
@@ -358,10 +366,11 @@ class Trainer:
         try:
             return self._take_step()
         except (RuntimeError, MemoryError) as error:
-            if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
+            if not is_out_of_memory(error):
                 raise
             raise TrainingError(
-                f"a step of --batch-size {self.config.batch_size} does not fit into memory: choose a smaller one"
+                f"a step of --batch-size {self.config.batch_size} does not fit into memory: train a new run with a"
+                " smaller one"
             ) from None
 
     def _count(self) -> None:
@@ -380,10 +389,11 @@ class Trainer:
         rows = self.world.share(config.batch_size)
         x, targets = examples.x[rows].to(device), examples.y[rows].to(device)
         weight = len(x) / config.batch_size
+        self._lap("batch")
         smoothed = None
         if self._ngrams is not None:
             smoothed = self._ngrams.distribution(examples.positions[rows].reshape(-1)).to(device)
-        self._lap("batch")
+        self._lap("smoothing")
         # Dropout can only draw from torch's global generators; they are put back as they were.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(_derived_seed(config.seed, _DROPOUT, self.step, self.world.rank))
@@ -432,7 +442,7 @@ class Trainer:
         return EvalReport(self.step, train_loss, val_loss, best, self.elapsed_s)
 
     def _measure_losses(self) -> tuple[float, float]:
-        """Training and held-out loss; of both parts, evenly spaced windows and about as many characters."""
+        """Training and held-out loss, each over evenly spaced windows."""
         val_chars = min(self.config.eval_chars or len(self._val_ids), len(self._val_ids))
         train_loss = window_loss(self.model, self._train_ids, min(val_chars, TRAIN_CHARS), self.world)
         return train_loss, window_loss(self.model, self._val_ids, self.config.eval_chars, self.world)
@@ -556,15 +566,6 @@ class Trainer:
         line = parse_line(text) if text.endswith("\n") else None
         newest = (self._evaluated_step or 0) if isinstance(line, LoggedEvaluation) else self.step
         return line is not None and line.step <= newest
-
-
-def ngram_factor(step: int, config: TrainConfig) -> float:
-    """The share of the counts at a step (from 0), relative to its peak.
-
-    Counts teach fast at first, but know less in the end than the model: their share falls as the rates do. Half of it
-    stays, which keeps a model that reads a short text many times from learning it by heart.
-    """
-    return (1 + decay_factor(step, config)) / 2
 
 
 def training_loss(

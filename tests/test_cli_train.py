@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -23,8 +24,10 @@ import torch
 
 from minigpt import EvalReport, StepReport, Trainer, load
 from minigpt.cli import main
+from minigpt.cli.train_report import _held_out as held_out_words
 from minigpt.config import TrainConfig
 from minigpt.console import note, note_curves
+from minigpt.corpus import Corpus, load_corpus
 from minigpt.runs import locked
 from minigpt.samples import sample
 from tests.cli_support import LINES, SHAPE, SMALL, TEXT, Outcome, Program, Terminal, place, run, unstyled
@@ -199,16 +202,37 @@ def test_two_trainings_do_not_share_a_run() -> None:
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        (MemoryError(), "a step of --batch-size 4 does not fit into memory: choose a smaller one"),
+        (MemoryError(), "a step of --batch-size 4 does not fit into memory: train a new run with a smaller one"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "does not fit into memory"),
     ],
 )
 def test_what_cannot_take_a_step_replaces_no_run(fault: Exception, told: str) -> None:
     train(*QUICK, "--out", "a")
     before = {path: path.read_bytes() for path in Path("checkpoints/a").iterdir()}
-    with mock.patch("minigpt.trainer.batch", side_effect=fault):
+    with mock.patch("minigpt.trainer.Examples.batch", side_effect=fault):
         assert told in run("train", *QUICK, "--out", "a", "--force", code=1).error
     assert {path: path.read_bytes() for path in Path("checkpoints/a").iterdir()} == before
+
+
+def test_a_run_that_another_process_made_while_the_text_was_read_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    train(*QUICK, "--out", "other")
+
+    def slowly(*args: Any, **options: Any) -> Corpus:
+        shutil.copytree("checkpoints/other", "checkpoints/a")
+        return load_corpus(*args, **options)
+
+    monkeypatch.setattr("minigpt.corpus.load_corpus", slowly)
+    before = Path("checkpoints/other/last.safetensors").read_bytes()
+    assert "there is a run in checkpoints/a already" in run("train", *QUICK, "--out", "a", code=1).error
+    assert Path("checkpoints/a/last.safetensors").read_bytes() == before
+
+
+def test_a_run_without_a_name_takes_another_than_those_being_trained() -> None:
+    with locked(Path("checkpoints/harbour-tiny")):
+        assert "checkpoints/harbour-tiny-2" in train(*QUICK).stderr
+        assert "checkpoints/harbour-tiny-3" in train(*QUICK).stderr
 
 
 def test_force_replaces_the_run_and_nothing_else_in_its_folder() -> None:
@@ -336,7 +360,9 @@ def test_a_run_does_not_go_on_with_another_text(monkeypatch: pytest.MonkeyPatch)
     Path("harbour.txt").unlink()
     assert "harbour.txt" in run("train", "--resume", "a", code=1).error
     Path("moved.txt").write_text(TEXT, encoding="utf-8")
-    train("moved.txt", "--resume", "a")
+    stop_after(1, monkeypatch, "moved.txt", "--resume", "a")
+    # And is known from then on.
+    train("--resume", "a")
     assert load("checkpoints/a/last.safetensors").facts.steps == 4
 
 
@@ -578,6 +604,7 @@ def test_what_the_time_went_to_is_told_when_asked() -> None:
     assert list(rows) == [
         "counting",
         "batch",
+        "smoothing",
         "forward",
         "backward",
         "clipping",
@@ -898,6 +925,13 @@ def test_without_tensorboard_its_log_is_refused_before_anything_is_done(monkeypa
 def test_another_log_is_a_wrong_command_line() -> None:
     assert "--log" in run("train", *QUICK, "--log", "carrier-pigeon", code=2).usage
     assert not Path("checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("eval_chars", "words"), [(0, "the last 100 .* all"), (40, "36%"), (1, "12%"), (99, "96%"), (108, "all")]
+)
+def test_how_much_is_held_out_and_read_is_said_in_words(eval_chars: int, words: str) -> None:
+    assert re.search(words, held_out_words(100, 12, eval_chars))
 
 
 def test_the_text_of_these_tests_is_what_they_say_it_is() -> None:

@@ -365,17 +365,43 @@ def test_a_batch_is_windows_of_the_text_and_what_follows_each_character(dtype: t
     assert np.array_equal(ids[drawn.positions], y.numpy())
 
 
-def test_a_pass_reads_what_its_windows_cut_out_once_and_the_next_pass_is_cut_elsewhere() -> None:
-    # Nine windows of ten fit wherever the first one begins, from 0 to 13.
-    examples = Examples(np.arange(104, dtype=np.uint8), 10, seed=1)
-    offsets = []
-    for number in range(6):
-        starts = examples.batch(9 * number, 9).x[:, 0].numpy()
+@pytest.mark.parametrize(
+    ("length", "windows"), [(11, 1), (19, 1), (20, 1), (29, 1), (30, 2), (39, 2), (40, 3), (104, 9), (1009, 99)]
+)
+def test_a_pass_reads_windows_side_by_side_once_in_an_order_of_its_own(length: int, windows: int) -> None:
+    examples = Examples(np.arange(length, dtype=np.uint16), 10, seed=1)
+    orders, offsets = [], []
+    for number in range(40):
+        starts = examples.batch(windows * number, windows).x[:, 0].numpy()
         offsets.append(int(starts.min()))
-        assert np.array_equal(np.sort(starts), offsets[-1] + 10 * np.arange(9))
-        assert not np.array_equal(np.sort(starts), starts)
-        assert 0 <= offsets[-1] <= 13
-    assert len(set(offsets)) > 3
+        orders.append(((starts - offsets[-1]) // 10).tolist())
+        assert np.array_equal(np.sort(starts), offsets[-1] + 10 * np.arange(windows))
+        # With the character after it.
+        assert offsets[-1] + 10 * windows + 1 <= length
+    # Wherever a pass may begin, one does in the end, and there are as many orders as there can be.
+    assert set(offsets) <= set(range(length - 10 * windows))
+    assert len(set(offsets)) >= min(10, (length - 10 * windows) // 2 + 1)
+    assert len({tuple(order) for order in orders}) == {1: 1, 2: 2, 3: 6}.get(windows, 40)
+
+
+def test_every_place_in_a_pass_gets_every_window_equally_often() -> None:
+    # Of ten windows.
+    examples = Examples(np.arange(110, dtype=np.uint8), 10, seed=2)
+    counts = np.zeros((10, 10))
+    for number in range(2_000):
+        starts = examples.batch(10 * number, 10).x[:, 0].numpy()
+        counts[np.arange(10), (starts - starts.min()) // 10] += 1
+    # Of 2,000 a tenth, with a standard deviation of 13.4; seeded, and a hundred of them are looked at.
+    assert np.abs(counts - 200).max() < 4.5 * 13.4
+
+
+def test_neighbours_are_no_likelier_to_follow_each_other_than_chance_has_it() -> None:
+    # A shuffle with a pattern would let one window follow its neighbour often.
+    examples = Examples(np.zeros(1_000_011, dtype=np.uint8), 10, seed=3)
+    starts = examples.batch(0, 99_999).positions[:, 0]
+    differences, counts = np.unique(np.diff(starts), return_counts=True)
+    assert counts.max() <= 12
+    assert len(differences) > 40_000
 
 
 def test_every_start_from_the_first_to_the_last_is_equally_likely() -> None:
@@ -390,7 +416,7 @@ def test_every_start_from_the_first_to_the_last_is_equally_likely() -> None:
 
 def test_a_batch_is_the_same_however_the_sequence_is_cut_into_batches() -> None:
     ids = np.arange(64, dtype=np.uint8)
-    # Seven windows a pass: batches of 16 reach over the ends of several.
+    # Seven windows a pass: batches of 16 reach over the ends of two or three.
     whole = Examples(ids, 8, seed=5).batch(0, 112).x
     cut = [Examples(ids, 8, seed=5).batch(16 * step, 16).x for step in range(7)]
     assert torch.equal(torch.cat(cut), whole)

@@ -14,7 +14,7 @@ from minigpt.runs import (
     find_checkpoint,
     find_run,
     foreign_file,
-    free_name,
+    free_names,
     is_run,
     locked,
     run_folder,
@@ -156,27 +156,27 @@ def test_checkpoints_may_be_a_link_and_so_may_a_run(tmp_path: Path) -> None:
 
 
 def test_a_name_is_free_until_a_run_has_it() -> None:
-    assert free_name("plays") == "plays"
+    assert next(free_names("plays")) == "plays"
     make_run("plays", LAST)
-    assert free_name("plays") == "plays-2"
+    assert next(free_names("plays")) == "plays-2"
     make_run("plays-2", BEST)
     make_run("plays-4", LAST)
-    assert free_name("plays") == "plays-3"
+    assert next(free_names("plays")) == "plays-3"
     make_run("plays-3", LAST)
-    assert free_name("plays") == "plays-5"
-    assert free_name("plays-2") == "plays-2-2"
+    assert next(free_names("plays")) == "plays-5"
+    assert next(free_names("plays-2")) == "plays-2-2"
 
 
 def test_a_folder_without_a_checkpoint_is_free_to_be_used() -> None:
     Path("checkpoints/plays").mkdir(parents=True)
-    assert free_name("plays") == "plays"
+    assert next(free_names("plays")) == "plays"
     assert foreign_file(Path("checkpoints/plays")) is None
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "samples.txt", "loss.svg", "tensorboard"])
 def test_a_folder_with_what_a_run_would_replace_is_not_free(name: str) -> None:
     folder = make_run("plays", name)
-    assert free_name("plays") == "plays-2"
+    assert next(free_names("plays")) == "plays-2"
     assert foreign_file(folder) == folder / name
     # In a run it is the run's own.
     (folder / LAST).touch()

@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -61,7 +60,8 @@ def text(n: int, seed: int = 0) -> Ids:
     return (np.cumsum(moves) % len(CHARS)).astype(np.uint8)
 
 
-TRAIN_IDS, VAL_IDS = text(300, seed=1), text(100, seed=2)
+# Of 23 examples in a pass, so that batches of three are of two passes now and then.
+TRAIN_IDS, VAL_IDS = text(290, seed=1), text(100, seed=2)
 
 
 def start(folder: Path, config: TrainConfig = CONFIG, shape: GPTConfig = SHAPE, **options: Any) -> Trainer:
@@ -239,14 +239,6 @@ def test_time_spent_is_counted_over_all_sessions(tmp_path: Path) -> None:
     *_, last = finish(again)
     assert isinstance(last, EvalReport)
     assert last.elapsed_s == again.elapsed_s > trainer.elapsed_s
-
-
-@pytest.mark.parametrize(
-    ("eval_chars", "words"), [(0, "the last 100 .* all"), (40, "36%"), (1, "12%"), (99, "96%"), (108, "all")]
-)
-def test_how_much_is_held_out_and_read_is_said_in_words(tmp_path: Path, eval_chars: int, words: str) -> None:
-    trainer = start(tmp_path / "run", replace(CONFIG, eval_chars=eval_chars))
-    assert re.search(words, trainer.held_out)
 
 
 def test_the_counts_share_of_the_targets_is_what_is_learnt_from_and_the_rest_is_reported() -> None:
@@ -960,8 +952,8 @@ def test_the_time_of_a_run_is_told_by_phase(tmp_path: Path, clock: Clock) -> Non
     for report in trainer.steps():
         clock.now += 2.0 if isinstance(report, EvalReport) else 1.0
     stopwatch = resume(tmp_path / "run").stopwatch
-    assert [stopwatch.laps(phase) for phase in UPDATE_PHASES] == [23] * 6
-    assert [stopwatch.seconds(phase) for phase in UPDATE_PHASES] == [23 * 0.5, 0, 0, 0, 0, 23.0]
+    assert [stopwatch.laps(phase) for phase in UPDATE_PHASES] == [23] * 7
+    assert [stopwatch.seconds(phase) for phase in UPDATE_PHASES] == [23 * 0.5, 0, 0, 0, 0, 0, 23.0]
     # All but the last save and what the caller did after it.
     assert [stopwatch.laps(phase) for phase in EVALUATION_PHASES] == [5, 4, 4]
     assert stopwatch.seconds("evaluation", "showing") == 5 * 0.5 + 4 * 2.0

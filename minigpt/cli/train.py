@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minigpt.cli.options import DeviceOption
-from minigpt.config import DEFAULT_PRESET, PRESETS, GPTConfig, TrainConfig, find_preset
+from minigpt.config import DEFAULT_PRESET, MOST_MINUTES, PRESETS, GPTConfig, TrainConfig, find_preset
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -41,7 +41,7 @@ class Log(str, Enum):
 
 
 def _field(name: str, about: str) -> Any:
-    """An option for the settings field of that name; not given, it keeps the preset's value."""
+    """An option for the settings field of that name; not given, it has the preset's value, or one that fits the run."""
     return typer.Option(f"--{name.replace('_', '-')}", help=about, show_default=False)
 
 
@@ -93,12 +93,18 @@ def train(
     adamw_lr: Annotated[float | None, _field("adamw_lr", "Peak learning rate of everything else.")] = None,
     weight_decay: Annotated[float | None, _field("weight_decay", "Decay of the matrices, times the rate.")] = None,
     ngram_weight: Annotated[
-        float | None, _field("ngram_weight", "Share of the targets that counts of the text smooth.")
+        float | None,
+        _field("ngram_weight", "Share of the targets that counts of the text smooth at first; half of it in the end."),
     ] = None,
-    warmup_steps: Annotated[int | None, _field("warmup_steps", "Steps over which the rates rise.")] = None,
+    warmup_steps: Annotated[
+        int | None, _field("warmup_steps", "Steps over which the rates rise. Default: a tenth of all, at most 50.")
+    ] = None,
     decay_fraction: Annotated[float | None, _field("decay_fraction", "Share of steps over which they fall.")] = None,
     grad_clip: Annotated[float | None, _field("grad_clip", "Largest norm of the gradient; 0 is off.")] = None,
-    eval_every: Annotated[int | None, _field("eval_every", "Steps between two looks at the held-out text.")] = None,
+    eval_every: Annotated[
+        int | None,
+        _field("eval_every", "Steps between two looks at the held-out text. With --minutes: for about five looks."),
+    ] = None,
     eval_chars: Annotated[
         int | None, _field("eval_chars", "Held-out characters read at each look; 0 reads all.")
     ] = None,
@@ -160,8 +166,10 @@ def train(
     else:
         if minutes is not None and steps is not None:
             raise typer.BadParameter("the minutes decide on the steps: leave out one of both", param_hint="--minutes")
-        if minutes is not None and not 0 < minutes < math.inf:
-            raise typer.BadParameter(f"{minutes:g} must be a finite number, more than 0", param_hint="--minutes")
+        if minutes is not None and not 0 < minutes <= MOST_MINUTES:
+            raise typer.BadParameter(
+                f"{minutes:g} must be more than 0 and at most a year ({MOST_MINUTES:,.0f})", param_hint="--minutes"
+            )
         wanted = _NewRun(
             sources=corpus or [],
             encoding=encoding or "utf-8",
@@ -200,6 +208,22 @@ class _Session:
         if self.world.is_main:
             self.context.with_resource(locked(folder))
 
+    def lock_free(self, base: str) -> str:
+        """A name for a new run that nobody has, or is about to have, locked; decided by rank 0."""
+        from minigpt.errors import LockedError
+        from minigpt.runs import free_names, is_run, run_folder
+
+        def lock_one() -> str:
+            for name in free_names(base):
+                # Another process that was given the same name has it still, or has made its run meanwhile.
+                with suppress(LockedError):
+                    self.lock(run_folder(name))
+                    if not is_run(run_folder(name)):
+                        return name
+            raise AssertionError("there is always another name")
+
+        return self.world.from_main(lock_one)
+
 
 @dataclass(frozen=True)
 class _NewRun:
@@ -236,32 +260,27 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
     from minigpt import __version__, console
     from minigpt.checkpoint import Facts
     from minigpt.device import choose_device, fastest_precision, set_threads
-    from minigpt.errors import CheckpointError
-    from minigpt.runs import foreign_file, free_name, is_run, run_folder
+    from minigpt.runs import require_free, run_folder
     from minigpt.samples import SAMPLE_CHARS
     from minigpt.trainer import Trainer
 
     world.join()
     chosen_device = choose_device(session.device, world)
-    out = wanted.out
-    if out is not None and world.is_main and not wanted.force:
-        if is_run(run_folder(out)):
-            raise CheckpointError(
-                f"there is a run in {run_folder(out)} already: go on with it by --resume {out}, replace it with"
-                " --force, or choose another --out"
-            )
-        if foreign := foreign_file(run_folder(out)):
-            raise CheckpointError(
-                f"a run in {run_folder(out)} would replace {foreign}, which is of none: choose another --out, or"
-                " replace it with --force"
-            )
+    used_threads = set_threads(session.threads)
+    if wanted.out is not None:
+        folder = run_folder(wanted.out)
+        if world.is_main and not wanted.force:
+            require_free(folder)
     text = _load(wanted.sources, wanted.encoding, wanted.sha256, session)
     train_ids, val_ids = text.split(config.val_fraction, shape["block_size"])
     model_config = GPTConfig(vocab_size=len(text.tokenizer), **shape)
-    # What is free is seen by rank 0, which makes the folder.
-    name = out or world.from_main(lambda: free_name(f"{_slug(text.name)}-{wanted.preset}"))
-    folder = run_folder(name)
-    session.lock(folder)
+    if wanted.out is None:
+        folder = run_folder(session.lock_free(f"{_slug(text.name)}-{wanted.preset}"))
+    else:
+        session.lock(folder)
+        if world.is_main and not wanted.force:
+            # Another process may have made one while the text was read.
+            require_free(folder)
     facts = Facts(
         corpus=text.name,
         corpus_sha256=text.sha256,
@@ -272,7 +291,6 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
         minigpt_version=__version__,
         torch_version=torch.__version__,
     )
-    used_threads = set_threads(session.threads)
     if "precision" not in wanted.train_fields:
         # Tried with the threads that it is for. One for all, though each may find another one the faster.
         config = replace(config, precision=world.from_main(lambda: fastest_precision(chosen_device)))
@@ -331,6 +349,7 @@ def _resume(name: str, sources: list[str], session: _Session) -> tuple[Trainer, 
     chosen_device = choose_device(kept_device if session.device == "auto" else session.device, world)
     kept_threads = extra["threads"] if extra["processes"] == world.size else None
     extra |= {
+        "sources": [_absolute(source) for source in sources] or extra["sources"],
         "device": str(chosen_device),
         "threads": set_threads(session.threads or kept_threads),
         "processes": world.size,
@@ -401,9 +420,10 @@ def _is_pipe(source: str) -> bool:
 
 def _absolute(source: str) -> str:
     """The source as it can be found again from another working directory."""
+    from minigpt.runs import is_there
     from minigpt.sources import STDIN
 
-    return str(Path(source).resolve()) if source != STDIN and Path(source).exists() else source
+    return str(Path(source).resolve()) if source != STDIN and is_there(Path(source)) else source
 
 
 def _slug(name: str) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from minigpt import console
 from minigpt.errors import MissingPackageError, ReportError
+from minigpt.evaluation import n_windows
 from minigpt.fit import Fit, judge
 from minigpt.history import read_history
 from minigpt.ngrams import MOST_CHARS
@@ -205,7 +206,7 @@ def _opening(trainer: Trainer) -> str:
     often = f", evaluated every {config.eval_every:,}" if by_clock else ""
     lines = [
         f"{facts.corpus}: {facts.corpus_chars:,} characters, {trainer.model.config.vocab_size:,} different ones",
-        trainer.held_out,
+        _held_out(trainer.n_held_out, trainer.model.config.block_size, config.eval_chars),
         f"{parameters:,} parameters, {_steps(trainer)} {plural}{in_minutes}{resumed}{often}{precision}, in"
         f" {trainer.folder}",
     ]
@@ -213,10 +214,17 @@ def _opening(trainer: Trainer) -> str:
         lines.append(f"with more than {MOST_CHARS} different characters, --ngram-weight has no effect")
     if by_clock and config.steps <= config.warmup_steps:
         lines.append(
-            f"the learning rates need {config.warmup_steps:,} steps to rise: give more --minutes, fewer --warmup-steps"
+            f"the learning rates need {_count(config.warmup_steps)} to rise: give more --minutes, fewer --warmup-steps"
             " or a smaller model"
         )
     return "\n".join(lines)
+
+
+def _held_out(n_chars: int, block_size: int, eval_chars: int) -> str:
+    """How the held-out part is used."""
+    there_are, read = n_windows(n_chars, block_size), n_windows(n_chars, block_size, eval_chars)
+    share = "all" if read == there_are else f"{min(99, max(1, round(100 * read * block_size / n_chars)))}%"
+    return f"the last {n_chars:,} are held out; each evaluation reads {share} of them"
 
 
 def _steps(trainer: Trainer) -> str:
