@@ -360,7 +360,7 @@ def test_a_run_does_not_go_on_with_another_text(monkeypatch: pytest.MonkeyPatch)
     Path("harbour.txt").unlink()
     assert "harbour.txt" in run("train", "--resume", "a", code=1).error
     Path("moved.txt").write_text(TEXT, encoding="utf-8")
-    stop_after(1, monkeypatch, "moved.txt", "--resume", "a")
+    stop_after(3, monkeypatch, "moved.txt", "--resume", "a")
     # And is known from then on.
     train("--resume", "a")
     assert load("checkpoints/a/last.safetensors").facts.steps == 4
@@ -438,7 +438,7 @@ def test_minutes_and_steps_exclude_each_other() -> None:
     assert not Path("checkpoints").exists()
 
 
-@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf", "527041", "1e308"])
 def test_minutes_that_are_no_time_are_refused(minutes: str) -> None:
     assert "--minutes" in run("train", "harbour.txt", *SMALL, f"--minutes={minutes}", code=2).usage
     assert not Path("checkpoints").exists()
@@ -928,7 +928,7 @@ def test_another_log_is_a_wrong_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("eval_chars", "words"), [(0, "the last 100 .* all"), (40, "36%"), (1, "12%"), (99, "96%"), (108, "all")]
+    ("eval_chars", "words"), [(0, "the last 100 .* all"), (40, "36%"), (1, "12%"), (95, "84%"), (96, "all")]
 )
 def test_how_much_is_held_out_and_read_is_said_in_words(eval_chars: int, words: str) -> None:
     assert re.search(words, held_out_words(100, 12, eval_chars))

@@ -13,7 +13,7 @@ from torch import Tensor
 from minigpt import optim
 from minigpt.config import GPTConfig, TrainConfig
 from minigpt.model import GPT
-from minigpt.optim import POLYNOMIALS, Muon, Optimizer, learning_rate_factor, orthogonalise
+from minigpt.optim import POLYNOMIALS, Muon, Optimizer, learning_rate_factor, ngram_factor, orthogonalise
 
 SHAPE = GPTConfig(vocab_size=7, n_layer=2, n_head=2, n_embd=8, block_size=12, window=4)
 
@@ -88,6 +88,15 @@ def test_rates_rise_stay_and_fall_over_a_thousand_steps() -> None:
     assert values[401] == pytest.approx(599 / 600)
     assert values[700] == pytest.approx(0.5)
     assert values[999] == pytest.approx(1 / 600)
+
+
+@pytest.mark.parametrize(
+    ("decay_fraction", "expected"),
+    [(0.5, [1, 1, 1, 0.75]), (0.0, [1, 1, 1, 1]), (1.0, [1, 0.875, 0.75, 0.625])],
+)
+def test_half_of_the_counts_share_falls_as_the_rates_do(decay_fraction: float, expected: list[float]) -> None:
+    config = TrainConfig(steps=4, warmup_steps=3, decay_fraction=decay_fraction)
+    assert [ngram_factor(step, config) for step in range(4)] == pytest.approx(expected)
 
 
 # Orthogonalising

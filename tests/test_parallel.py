@@ -45,8 +45,8 @@ from tests.cli_support import PATIENCE_S, SHAPE, Program, as_in_a_shell, run
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
 
-# Seven examples for two processes, three and four, of 422 in a pass over the text: a batch is of two passes now and then.
-# As wide as the presets and with a warm-up as long: in small square blocks and at high rates, orthogonalising makes much
+# Seven examples for two processes, three and four, of 422 in a pass over the text: some batches are of two passes. As
+# wide as the presets and with a warm-up as long: in small square blocks and at high rates, orthogonalising makes much
 # of a little rounding.
 RECIPE = [*SHAPE, "--n-embd", "128", "--batch-size", "7", "--steps", "80", "--eval-every", "20", "--threads", "1"]
 RECIPE += ["--warmup-steps", "50", "--sample-chars", "40"]
