@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -269,6 +270,12 @@ class GPT(nn.Module):
             kv_cache.advance(T)
         logits: Tensor = self.lm_head(self.norm_f(x))  # (B, T, V)
         return logits
+
+    def set_dropout(self, share: float) -> None:
+        """Drops that share of activations in training from here on."""
+        self.config = replace(self.config, dropout=share)
+        for block in self.blocks:
+            block.attn.dropout = block.mlp.dropout = share
 
     def new_cache(self, batch_size: int = 1) -> KVCache:
         """An empty cache that fits these weights."""

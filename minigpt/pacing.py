@@ -1,4 +1,7 @@
-"""The pace of a run: steps and evaluations that fill a time, and how long rates rise. The clock is the trainer's."""
+"""The pace of a run: steps and evaluations that fill a time, and what fits a run of so many steps.
+
+The clock is the trainer's.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 from bisect import bisect_right
 from dataclasses import replace
 
-from minigpt.config import WARMUP_STEPS, TrainConfig
+from minigpt.config import DROPOUTS, WARMUP_STEPS, TrainConfig
 from minigpt.optim import decay_factor
 
 # A run by the clock first measures its speed on the side, for this share of its time but no longer than this.
@@ -53,6 +56,11 @@ def steps_for(
 def warmup_for(steps: int) -> int:
     """Steps over which the learning rates rise: `WARMUP_STEPS`, but in a short run no more than a tenth of it."""
     return min(WARMUP_STEPS, max(1, steps // 10))
+
+
+def dropout_for(passes: float) -> float:
+    """The share of activations to drop in a run that reads its text so often (see `DROPOUTS`)."""
+    return next((share for least, share in DROPOUTS if passes >= least), 0.0)
 
 
 def eval_every_for(seconds: float, update_s: float, evaluation_s: float) -> int:

@@ -36,7 +36,7 @@ from minigpt.history import LoggedEvaluation, parse_line
 from minigpt.model import GPT
 from minigpt.ngrams import MAX_ORDER, MOST_CHARS, NGrams
 from minigpt.optim import Optimizer, learning_rate_factor, ngram_factor
-from minigpt.pacing import TRIAL_MAX_S, TRIAL_SHARE, eval_every_for, rates_fall, steps_for, warmup_for
+from minigpt.pacing import TRIAL_MAX_S, TRIAL_SHARE, dropout_for, eval_every_for, rates_fall, steps_for, warmup_for
 from minigpt.parallel import ALONE, World
 from minigpt.runs import BEST, LAST, LOG, is_run, make_folder
 from minigpt.stopwatch import Stopwatch
@@ -171,8 +171,8 @@ class Trainer:
         Args:
             minutes: how long the run is to take, with measuring its speed, instead of ``config.steps``; more than 0,
                 at most `MOST_MINUTES`. Until `planned` is true, the number of steps is an estimate.
-            choose: fields of ``config`` that are to fit the run instead: ``warmup_steps`` its number of steps,
-                ``eval_every`` its minutes.
+            choose: what is to fit the run instead of being as in ``config`` and ``model_config``: ``warmup_steps`` its
+                number of steps, ``dropout`` how often it reads the text, ``eval_every`` its minutes.
 
         Raises:
             CheckpointError: the folder cannot be written.
@@ -204,6 +204,8 @@ class Trainer:
             # What cannot take a step must not replace a run.
             with trainer._taken_back():
                 trainer._update()
+        if "dropout" in choose:
+            model.set_dropout(dropout_for(trainer.passes))
         if "warmup_steps" in choose:
             trainer._follow(replace(trainer.config, warmup_steps=warmup_for(trainer.config.steps)))
         trainer.save()
@@ -285,6 +287,12 @@ class Trainer:
     def n_held_out(self) -> int:
         """Characters of the held-out part."""
         return len(self._val_ids)
+
+    @property
+    def passes(self) -> float:
+        """How often the whole run reads its part of the text."""
+        config = self.config
+        return config.steps * config.batch_size * self.model.config.block_size / len(self._train_ids)
 
     @property
     def planned(self) -> bool:

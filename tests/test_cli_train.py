@@ -399,6 +399,28 @@ def test_minutes_become_steps_and_the_run_can_be_repeated_by_them() -> None:
     assert clock.values["config"] == steps.values["config"]
 
 
+@pytest.mark.parametrize(("steps", "times", "share"), [(40, None, 0.0), (48, "5 times", 0.1), (90, "9 times", 0.2)])
+def test_a_text_that_is_read_often_gets_a_dropout(steps: int, times: str | None, share: float) -> None:
+    # Of 2,700 characters a step reads 256.
+    line = ("harbour.txt", *SMALL, "--sample-chars", "0", "--steps", str(steps), "--eval-every", str(steps))
+    said = train(*line, "--out", "a").stderr
+    assert load("checkpoints/a/best.safetensors").model.config.dropout == share
+    assert (f"all of the text is read about {times}, with a dropout of {share:g}" in said) is (times is not None)
+    # One that is given is left alone.
+    assert "with a dropout" not in train(*line, "--out", "b", "--dropout", "0").stderr
+    assert load("checkpoints/b/best.safetensors").model.config.dropout == 0
+
+
+def test_a_run_by_the_clock_is_repeated_with_the_dropout_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minigpt.trainer.dropout_for", lambda passes: 0.35)
+    done = train("harbour.txt", *SMALL, "--minutes", "0.01", "--out", "clock")
+    (repeat,) = re.findall(r"(--steps .*) instead of --minutes", done.stderr)
+    assert "--dropout 0.35" in repeat
+    assert "with a dropout of 0.35" in done.stderr
+    train("harbour.txt", *SMALL, *repeat.split(), "--out", "steps")
+    assert are_equal(weights_of("checkpoints/clock"), weights_of("checkpoints/steps"))
+
+
 def test_the_rates_of_a_run_by_the_clock_rise_as_in_the_run_that_repeats_it() -> None:
     options = [*SHAPE, "--batch-size", "4", "--sample-chars", "0"]
     done = train("harbour.txt", *options, "--minutes", "0.01", "--out", "clock")

@@ -358,3 +358,19 @@ def test_the_model_keeps_nothing_between_calls(tiny_model: GPT, draw_ids: Callab
     tiny_model(draw_ids(5), tiny_model.new_cache())
     assert torch.equal(tiny_model(idx), first)
     assert all(torch.equal(*pair) for pair in zip(weights, tiny_model.state_dict().values(), strict=True))
+
+
+def test_another_dropout_is_part_of_the_config_and_drops_that_much() -> None:
+    model = GPT(GPTConfig(vocab_size=5, n_layer=2, n_head=2, n_embd=8, block_size=8, window=4)).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.1)
+    x = torch.zeros(1, 1, dtype=torch.int64)
+    assert torch.equal(model(x), model(x))
+    model.set_dropout(0.5)
+    assert model.config.dropout == 0.5
+    torch.manual_seed(0)
+    assert not torch.equal(model(x), model(x))
+    # All that the layers add is dropped, and what is left is the embedding, normed.
+    model.set_dropout(1 - 1e-9)
+    torch.testing.assert_close(model(x), model.lm_head(model.norm_f(model.wte(x))))

@@ -8,7 +8,7 @@ import pytest
 
 from minigpt.config import TrainConfig
 from minigpt.optim import learning_rate_factor
-from minigpt.pacing import eval_every_for, steps_for, warmup_for
+from minigpt.pacing import dropout_for, eval_every_for, steps_for, warmup_for
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,13 @@ def test_no_number_of_steps_changes_the_rate_of_an_update_that_was_done(step: in
     assert all(learning_rate_factor(i, replace(config, steps=steps)) == 1 for i in range(step))
     # And it is the smallest of them.
     assert steps == step or learning_rate_factor(step - 1, replace(config, steps=steps - 1)) < 1
+
+
+@pytest.mark.parametrize(
+    ("passes", "share"), [(0.1, 0.0), (3.99, 0.0), (4.0, 0.1), (7.99, 0.1), (8.0, 0.2), (1000.0, 0.2)]
+)
+def test_more_is_dropped_the_more_often_a_text_is_read(passes: float, share: float) -> None:
+    assert dropout_for(passes) == share
 
 
 @pytest.mark.parametrize(

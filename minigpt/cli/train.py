@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minigpt.cli.options import DeviceOption
-from minigpt.config import DEFAULT_PRESET, MOST_MINUTES, PRESETS, GPTConfig, TrainConfig, find_preset
+from minigpt.config import DEFAULT_PRESET, DROPOUTS, MOST_MINUTES, PRESETS, GPTConfig, TrainConfig, find_preset
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -80,7 +80,15 @@ def train(
     n_embd: Annotated[int | None, _field("n_embd", "Channels.")] = None,
     block_size: Annotated[int | None, _field("block_size", "Characters in one training example.")] = None,
     window: Annotated[int | None, _field("window", "Characters that attention looks back, its own included.")] = None,
-    dropout: Annotated[float | None, _field("dropout", "Share of activations dropped while training.")] = None,
+    dropout: Annotated[
+        float | None,
+        _field(
+            "dropout",
+            "Share of activations dropped while training. Default: "
+            + ", ".join(f"{share:g} where the text is read {least} times or more" for least, share in DROPOUTS)
+            + ", else 0.",
+        ),
+    ] = None,
     steps: Annotated[int | None, _field("steps", "Updates of the weights.")] = None,
     minutes: Annotated[
         float | None,
@@ -316,7 +324,7 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
         device=chosen_device,
         extra=extra,
         minutes=wanted.minutes,
-        choose={"eval_every", "warmup_steps"} - wanted.train_fields.keys(),
+        choose={"eval_every", "warmup_steps", "dropout"} - wanted.train_fields.keys() - wanted.model_fields.keys(),
         world=world,
     )
     return trainer, n_chars

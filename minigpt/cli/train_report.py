@@ -19,7 +19,7 @@ from minigpt.evaluation import n_windows
 from minigpt.fit import Fit, judge
 from minigpt.history import read_history
 from minigpt.ngrams import MOST_CHARS
-from minigpt.pacing import warmup_for
+from minigpt.pacing import dropout_for, warmup_for
 from minigpt.plot import plot_losses
 from minigpt.runs import BEST, CHECKPOINTS, LOSS_PLOT
 from minigpt.samples import forget_samples, keep_sample, sample
@@ -210,6 +210,8 @@ def _opening(trainer: Trainer) -> str:
         f"{parameters:,} parameters, {_steps(trainer)} {plural}{in_minutes}{resumed}{often}{precision}, in"
         f" {trainer.folder}",
     ]
+    if dropout := trainer.model.config.dropout:
+        lines.append(f"all of the text is read about {_times(trainer.passes)}, with a dropout of {dropout:g}")
     if config.ngram_weight and trainer.model.config.vocab_size > MOST_CHARS:
         lines.append(f"with more than {MOST_CHARS} different characters, --ngram-weight has no effect")
     if by_clock and config.steps <= config.warmup_steps:
@@ -230,6 +232,10 @@ def _held_out(n_chars: int, block_size: int, eval_chars: int) -> str:
 def _steps(trainer: Trainer) -> str:
     """How many steps the run takes, as far as that is known."""
     return f"{'' if trainer.planned else 'about '}{trainer.config.steps:,}"
+
+
+def _times(n: float) -> str:
+    return f"{n:.0f} times" if n >= 1.5 else "once"
 
 
 def _count(steps: int) -> str:
@@ -275,8 +281,10 @@ def _summary(trainer: Trainer) -> str:
     if trainer.minutes is not None:
         config = trainer.config
         warmup = f" --warmup-steps {config.warmup_steps}" if config.warmup_steps != warmup_for(config.steps) else ""
+        dropout = trainer.model.config.dropout
+        dropped = f" --dropout {dropout:g}" if dropout != dropout_for(trainer.passes) else ""
         lines.append(
-            f"--steps {config.steps} --eval-every {config.eval_every}{warmup} --precision {config.precision} instead of"
+            f"--steps {config.steps} --eval-every {config.eval_every}{warmup}{dropped} --precision {config.precision} instead of"
             f" --minutes {trainer.minutes:g} repeats this run"
         )
     lines.append(f"write with it: minigpt generate --checkpoint {_quoted(trainer.folder)}")
