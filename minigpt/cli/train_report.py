@@ -284,8 +284,8 @@ def _summary(trainer: Trainer) -> str:
         dropout = trainer.model.config.dropout
         dropped = f" --dropout {dropout:g}" if dropout != dropout_for(trainer.passes) else ""
         lines.append(
-            f"--steps {config.steps} --eval-every {config.eval_every}{warmup}{dropped} --precision {config.precision} instead of"
-            f" --minutes {trainer.minutes:g} repeats this run"
+            f"--steps {config.steps} --eval-every {config.eval_every}{warmup}{dropped} --precision {config.precision}"
+            f" instead of --minutes {trainer.minutes:g} repeats this run"
         )
     lines.append(f"write with it: minigpt generate --checkpoint {_quoted(trainer.folder)}")
     return "\n".join(lines)
