@@ -226,7 +226,7 @@ def test_two_processes_learn_as_one_does(alone: Path, together: Job) -> None:
 
 def test_one_of_them_speaks_and_writes(alone: Path, together: Job) -> None:
     first, second = together.ranks
-    for words in ("30,000 characters", "step 20 of 80", "step 80 of 80", "done: 80 steps", "write with it"):
+    for words in ("30,100 characters", "step 20 of 80", "step 80 of 80", "done: 80 steps", "write with it"):
         assert first.stderr.count(words) == 1, first.stderr
     assert second.stderr == ""
     files = {path.name for path in together.folder.iterdir()}
@@ -238,10 +238,8 @@ def test_one_of_them_speaks_and_writes(alone: Path, together: Job) -> None:
 def test_each_evaluation_leaves_one_sample_the_one_that_a_process_alone_leaves(alone: Path, together: Job) -> None:
     found = samples_of(together.folder)
     assert [int(heading.split()[1].rstrip(":")) for heading, _ in found] == [20, 40, 60, 80]
-    # Where rounding has not grown into another loss yet.
-    same = [(sample, other) for sample, other in zip(found, samples_of(alone), strict=True) if sample[0] == other[0]]
-    assert same
-    assert all(sample == other for sample, other in same)
+    # The first, for which rounding has not grown yet: later a draw or two may be another.
+    assert found[0] == samples_of(alone)[0]
 
 
 # Stopping and going on
@@ -255,7 +253,7 @@ def test_torchrun_told_to_stop_saves_and_says_all_once(text: Path, tmp_path: Pat
         stdout, stderr = process.communicate(timeout=PATIENCE_S)
         assert process.returncode != 0
     assert stdout == ""
-    for words in ("30,000 characters", "step 20 of 100,000", "stopping after this step"):
+    for words in ("30,100 characters", "step 20 of 100,000", "stopping after this step"):
         assert stderr.count(words) == 1, stderr
     assert "terminate called" not in stderr
     (step,) = re.findall(r"stopped and saved after step ([\d,]+); go on with", stderr)
