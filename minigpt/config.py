@@ -103,7 +103,7 @@ class TrainConfig:
     adamw_lr: float = 0.005
     weight_decay: float = 0.0
     # Share of the target that comes from what follows the same last characters elsewhere in the text (see ``ngrams``);
-    # the rest is the one character that followed here. The peak of a schedule, too (see ``trainer.ngram_factor``).
+    # the rest is the one character that followed here. The peak of a schedule, too (see ``optim.ngram_factor``).
     ngram_weight: float = 0.0
     warmup_steps: int = WARMUP_STEPS
     # Share of the steps, at the end, over which the rates fall linearly to zero.

@@ -58,16 +58,17 @@ def foreign_file(folder: Path) -> Path | None:
     return next((path for path in paths if is_there(path)), None)
 
 
-def require_free(folder: Path) -> None:
-    """Checks that a new run in the folder would replace nothing.
+def require_free(name: str) -> None:
+    """Checks that a new run of that name would replace nothing.
 
     Raises:
-        CheckpointError: it would.
+        CheckpointError: it would, or the name is none for a run.
     """
+    folder = run_folder(name)
     if is_run(folder):
         raise CheckpointError(
-            f"there is a run in {folder} already: go on with it by --resume {folder.name}, replace it with --force, or"
-            " choose another --out"
+            f"there is a run in {folder} already: go on with it by --resume {name}, replace it with --force, or choose"
+            " another --out"
         )
     if foreign := foreign_file(folder):
         raise CheckpointError(

@@ -176,6 +176,9 @@ def test_a_run_that_exists_is_refused_and_left_alone() -> None:
     for word in ("checkpoints/a", "--resume a", "--force", "--out"):
         assert word in error
     assert {path: path.read_bytes() for path in Path("checkpoints/a").iterdir()} == before
+    # One elsewhere is named as it was given.
+    train(*QUICK, "--out", "elsewhere/b")
+    assert "--resume elsewhere/b," in run("train", *QUICK, "--out", "elsewhere/b", code=1).error
 
 
 def test_a_folder_with_files_of_others_that_a_run_would_replace_is_refused() -> None:

@@ -238,8 +238,8 @@ def test_one_of_them_speaks_and_writes(alone: Path, together: Job) -> None:
 def test_each_evaluation_leaves_one_sample_the_one_that_a_process_alone_leaves(alone: Path, together: Job) -> None:
     found = samples_of(together.folder)
     assert [int(heading.split()[1].rstrip(":")) for heading, _ in found] == [20, 40, 60, 80]
-    # The first, for which rounding has not grown yet: later a draw or two may be another.
-    assert found[0] == samples_of(alone)[0]
+    # Those of the first 50 steps: later, rounding may have grown enough for another draw.
+    assert found[:2] == samples_of(alone)[:2]
 
 
 # Stopping and going on

@@ -251,6 +251,13 @@ class _NewRun:
     # None is the default.
     sample_chars: int | None
 
+    def require_free(self, world: World) -> None:
+        """Checks that it would replace nothing, unless it is to; without a name it gets one that is free."""
+        from minigpt.runs import require_free
+
+        if self.out is not None and not self.force and world.is_main:
+            require_free(self.out)
+
 
 def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
     """A new run, and the characters of its samples."""
@@ -268,27 +275,24 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
     from minigpt import __version__, console
     from minigpt.checkpoint import Facts
     from minigpt.device import choose_device, fastest_precision, set_threads
-    from minigpt.runs import require_free, run_folder
+    from minigpt.runs import run_folder
     from minigpt.samples import SAMPLE_CHARS
     from minigpt.trainer import Trainer
 
     world.join()
     chosen_device = choose_device(session.device, world)
     used_threads = set_threads(session.threads)
-    if wanted.out is not None:
-        folder = run_folder(wanted.out)
-        if world.is_main and not wanted.force:
-            require_free(folder)
+    folder = run_folder(wanted.out) if wanted.out is not None else None
+    wanted.require_free(world)
     text = _load(wanted.sources, wanted.encoding, wanted.sha256, session)
     train_ids, val_ids = text.split(config.val_fraction, shape["block_size"])
     model_config = GPTConfig(vocab_size=len(text.tokenizer), **shape)
-    if wanted.out is None:
+    if folder is None:
         folder = run_folder(session.lock_free(f"{_slug(text.name)}-{wanted.preset}"))
     else:
         session.lock(folder)
-        if world.is_main and not wanted.force:
-            # Another process may have made one while the text was read.
-            require_free(folder)
+        # Another process may have made one while the text was read.
+        wanted.require_free(world)
     facts = Facts(
         corpus=text.name,
         corpus_sha256=text.sha256,
