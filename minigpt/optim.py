@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from minigpt.config import TrainConfig
 from minigpt.model import GPT
@@ -29,6 +30,8 @@ POLYNOMIALS = (
 BLOCK_ROWS = 64
 # A second moment that averages over about 20 steps: in a run of minutes, gradients change fast.
 ADAMW_BETAS = (0.9, 0.95)
+# Torch's own.
+ADAMW_EPS = 1e-8
 
 
 def learning_rate_factor(step: int, config: TrainConfig) -> float:
@@ -149,6 +152,36 @@ class _Stack:
         return [part.flatten(0, 1)[: len(param)] for part, param in parts]
 
 
+class AdamW:
+    """The update of ``torch.optim.AdamW``, whose class would load torch's compiler first, which takes a second.
+
+    Args:
+        params: tensors of any shapes. There is no weight decay.
+        lr: peak learning rate.
+
+    Source:
+        Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2, by torch's fused kernel.
+    """
+
+    def __init__(self, params: Sequence[Tensor], lr: float) -> None:
+        self.lr = lr
+        self.params = list(params)
+        # Running means of the gradient and of its square, under torch's names, and updates done.
+        self.exp_avg = [torch.zeros_like(param) for param in params]
+        self.exp_avg_sq = [torch.zeros_like(param) for param in params]
+        self.step_count = [torch.zeros((), device=param.device) for param in params]
+
+    @torch.no_grad()
+    def step(self, factor: float) -> None:
+        """One update at ``factor`` times the peak learning rate, from the gradients that stand in the parameters."""
+        gradients = [_gradient(param) for param in self.params]
+        adamw(
+            self.params, gradients, self.exp_avg, self.exp_avg_sq, [], self.step_count, fused=True, amsgrad=False,
+            maximize=False, lr=self.lr * factor, beta1=ADAMW_BETAS[0], beta2=ADAMW_BETAS[1], eps=ADAMW_EPS,
+            weight_decay=0.0,
+        )  # fmt: skip
+
+
 class Optimizer:
     """Both optimizers of a model, stepped together; their state by parameter name.
 
@@ -165,9 +198,7 @@ class Optimizer:
         for block in model.blocks:
             matrices += [block.attn.qkv.weight, block.attn.proj.weight, block.mlp.gate_up.weight, block.mlp.down.weight]
         self._muon = Muon(matrices, config.muon_lr, config.weight_decay)
-        rest = [param for param in self._params if param not in self._muon.momentum]
-        # The schedule multiplies this rate, which torch reads from its parameter group.
-        self._adamw = torch.optim.AdamW(rest, lr=config.adamw_lr, betas=ADAMW_BETAS, weight_decay=0.0, fused=True)
+        self._adamw = AdamW([param for param in self._params if param not in self._muon.momentum], config.adamw_lr)
 
     def reschedule(self, config: TrainConfig) -> None:
         """Follows the schedule of another number of steps from here on; nothing else of the config may differ."""
@@ -182,17 +213,13 @@ class Optimizer:
         """Applies the gradients at the learning rates of that step, then drops them."""
         factor = learning_rate_factor(step, self._config)
         self._muon.step(factor)
-        self._adamw.param_groups[0]["lr"] = self._config.adamw_lr * factor
-        self._adamw.step()
+        self._adamw.step(factor)
         for param in self._params:
             param.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All that the next step depends on, besides the weights: "<parameter>/<what>" -> tensor."""
-        tensors = {f"{self._names[param]}/momentum": value for param, value in self._muon.momentum.items()}
-        for param, state in self._adamw.state.items():
-            tensors |= {f"{self._names[param]}/{what}": value for what, value in state.items()}
-        return tensors
+        return dict(self._state())
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over what `state_tensors` gave; copies it.
@@ -201,19 +228,18 @@ class Optimizer:
             ValueError: a tensor is missing, unknown, or of another shape.
         """
         left = dict(tensors)
-        stepped = any(name.endswith("/step") for name in left)
-        for param, momentum in self._muon.momentum.items():
-            momentum.copy_(_take(left, f"{self._names[param]}/momentum", momentum.shape))
-        for param in self._adamw.param_groups[0]["params"]:
-            name = self._names[param]
-            # Before the first step AdamW has no state at all.
-            if stepped:
-                self._adamw.state[param] = {
-                    what: _take(left, f"{name}/{what}", shape).to(param.device, copy=True)
-                    for what, shape in (("step", torch.Size()), ("exp_avg", param.shape), ("exp_avg_sq", param.shape))
-                }
+        for name, value in self._state():
+            value.copy_(_take(left, name, value.shape))
         if left:
             raise ValueError(f"unknown optimizer state {min(left)!r}")
+
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        for param, momentum in self._muon.momentum.items():
+            yield f"{self._names[param]}/momentum", momentum
+        adamw = self._adamw
+        for param, *values in zip(adamw.params, adamw.step_count, adamw.exp_avg, adamw.exp_avg_sq, strict=True):
+            for what, value in zip(("step", "exp_avg", "exp_avg_sq"), values, strict=True):
+                yield f"{self._names[param]}/{what}", value
 
 
 def _gradient(param: Tensor) -> Tensor:

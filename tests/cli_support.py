@@ -295,9 +295,7 @@ def _become(arguments: list[str], folder: str, descriptors: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    # Imported by an optimizer when it is made, and for the loss curve of a run where it is installed.
-    import torch._dynamo
-
+    # Imported for the loss curve of a run where it is installed.
     with contextlib.suppress(ImportError):
         import matplotlib.backends.backend_svg  # noqa: F401
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +15,8 @@ from torch import Tensor
 from minigpt import optim
 from minigpt.config import GPTConfig, TrainConfig
 from minigpt.model import GPT
-from minigpt.optim import POLYNOMIALS, Muon, Optimizer, learning_rate_factor, ngram_factor, orthogonalise
+from minigpt.optim import POLYNOMIALS, AdamW, Muon, Optimizer, learning_rate_factor, ngram_factor, orthogonalise
+from tests.cli_support import as_in_a_shell
 
 SHAPE = GPTConfig(vocab_size=7, n_layer=2, n_head=2, n_embd=8, block_size=12, window=4)
 
@@ -272,6 +275,42 @@ def test_muon_asks_for_a_gradient_of_every_matrix() -> None:
     weight = random_matrix(60, 2, 2)
     with pytest.raises(ValueError, match="gradient"):
         Muon([weight], lr=0.1, weight_decay=0.0).step(1.0)
+
+
+# AdamW
+
+
+def test_adamw_takes_the_steps_of_the_class_of_torch() -> None:
+    params = [random_matrix(70 + i, 5, 3).float() for i in range(3)]
+    twins = [param.clone().requires_grad_() for param in params]
+    ours = AdamW(params, lr=0.01)
+    theirs = torch.optim.AdamW(twins, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    for step, factor in enumerate((0.5, 1.0, 0.25)):
+        for i, (param, twin) in enumerate(zip(params, twins, strict=True)):
+            param.grad = random_matrix(80 + 10 * step + i, 5, 3).float()
+            twin.grad = param.grad.clone()
+        ours.step(factor)
+        theirs.param_groups[0]["lr"] = 0.01 * factor
+        theirs.step()
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin.detach(), rtol=0, atol=1e-7)
+
+
+def test_an_optimizer_does_not_load_the_compiler_of_torch() -> None:
+    code = """
+import sys
+from minigpt.config import GPTConfig, TrainConfig
+from minigpt.model import GPT
+from minigpt.optim import Optimizer
+model = GPT(GPTConfig(vocab_size=3, n_layer=1, n_embd=8, n_head=1, block_size=8, window=8))
+for param in model.parameters():
+    param.grad = param.detach().clone()
+optimizer = Optimizer(model, TrainConfig())
+optimizer.clip_gradients()
+optimizer.step(0)
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], **as_in_a_shell()).returncode == 0
 
 
 # Both together
