@@ -35,20 +35,24 @@ Settings = TypeVar("Settings", "GPTConfig", "TrainConfig")
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model: all that its function depends on besides the weights.
+    """What a model is built from.
 
     Raises:
         ConfigError: a field has the wrong type or is out of range, or two fields do not fit.
     """
 
+    # Different characters.
     vocab_size: int
     n_layer: int = 4
+    # Attention heads a layer.
     n_head: int = 4
+    # Channels of the stream that the layers add to.
     n_embd: int = 128
     # Characters in one training example. Generation is not limited by it.
     block_size: int = 256
     # Position i attends to positions i - window + 1 ... i, in training and in generation.
     window: int = 64
+    # Share of what each layer adds that is dropped while training.
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -95,21 +99,26 @@ class TrainConfig:
         ConfigError: a field has the wrong type or is out of range.
     """
 
+    # Updates of the weights.
     steps: int = 1000
+    # Examples an update, of ``block_size`` characters each.
     batch_size: int = 8
     # Of Muon, for the matrices inside the blocks.
     muon_lr: float = 0.02
     # Of AdamW, for embeddings, norms and the output layer.
     adamw_lr: float = 0.005
+    # Of the matrices: what an update takes from each weight, times the rate of Muon.
     weight_decay: float = 0.0
     # Share of the target that comes from what follows the same last characters elsewhere in the text (see ``ngrams``);
     # the rest is the one character that followed here. The peak of a schedule, too (see ``optim.ngram_factor``).
     ngram_weight: float = 0.0
+    # Steps over which the rates rise linearly.
     warmup_steps: int = WARMUP_STEPS
     # Share of the steps, at the end, over which the rates fall linearly to zero.
     decay_fraction: float = 0.6
     # Largest norm of the whole gradient; 0 turns clipping off.
     grad_clip: float = 1.0
+    # Steps between two evaluations.
     eval_every: int = 250
     # Characters of the held-out part read at each evaluation, in evenly spaced blocks; 0 reads all of it.
     eval_chars: int = 32768
@@ -117,6 +126,7 @@ class TrainConfig:
     patience: int = 0
     # Share of the text, at its end, that is held out.
     val_fraction: float = 0.1
+    # Of the initial weights, the order of examples and what is dropped.
     seed: int = 0
     # What matrices are multiplied in while training: float32, or bfloat16 where the processor is faster with it.
     precision: str = "float32"
@@ -176,6 +186,16 @@ def find_preset(name: str) -> Preset:
         raise ConfigError(f"there is no preset {name!r}: choose one of {', '.join(PRESETS)}") from None
 
 
+def require_minutes(minutes: float) -> None:
+    """Checks that a run may take so long.
+
+    Raises:
+        ConfigError: it may not.
+    """
+    if not 0 < minutes <= MOST_MINUTES:
+        raise ConfigError(f"minutes={minutes:g} must be more than 0 and at most a year ({MOST_MINUTES:,.0f})")
+
+
 def settings_from_json(kind: type[Settings], values: Any) -> Settings:
     """Settings of that kind from a parsed JSON object; fields it lacks get their defaults.
 
@@ -216,5 +236,4 @@ def _require_range(
     below = value < high if upper_open else value <= high
     if not (above and below):
         least, most = ("more than" if lower_open else "at least"), ("below" if upper_open else "at most")
-        limits = f"a finite number, {least} {low:g}" if math.isinf(high) else f"{least} {low:g} and {most} {high:g}"
-        raise ConfigError(f"{name}={value} must be {limits}")
+        raise ConfigError(f"{name}={value} must be {least} {low:g} and {most} {high:g}")

@@ -75,6 +75,7 @@ class Corpus:
 
         Raises:
             CorpusError: too little text to fill one training example and to predict one held-out character.
+            ValueError: an argument is out of range.
         """
         if not 0 < val_fraction < 1 or block_size < 1:
             raise ValueError(
@@ -87,14 +88,15 @@ class Corpus:
         if len(train) < block_size + 1 or len(val) < 2:
             # The smallest N with floor(N (1 - f)) > block_size, and with ceil(N f) > 1.
             needed = max(-int(-(block_size + 1) // (1 - held_out)), int(1 / held_out) + 1)
-            smaller = (
-                "a smaller --block-size (and --window) or --val-fraction"
-                if len(val) >= 2
-                else "a larger --val-fraction"
-            )
+            # If both parts are too short, what helps one of them harms the other.
+            remedy = ""
+            if len(val) >= 2:
+                remedy = ", or a smaller --block-size (and --window) or --val-fraction"
+            elif len(train) > block_size:
+                remedy = ", or a larger --val-fraction"
             raise CorpusError(
                 f"{self.name} has {len(self.ids):,} characters, and --block-size {block_size} with --val-fraction"
-                f" {val_fraction} needs at least {needed:,}: use more text, or {smaller}"
+                f" {val_fraction} needs at least {needed:,}: use more text{remedy}"
             )
         return train, val
 

@@ -56,8 +56,12 @@ def set_threads(threads: int | None) -> int:
     return torch.get_num_threads()
 
 
-def require_memory(config: GPTConfig, batch_size: int) -> None:
+def require_memory(config: GPTConfig, batch_size: int, processes: int = 1) -> None:
     """Refuses at once what could only fail after a long time of swapping.
+
+    Args:
+        batch_size: examples of a step, of which each process takes its part.
+        processes: that train together, on one machine or several.
 
     Raises:
         ConfigError: training such a model needs more memory than this machine has.
@@ -71,10 +75,15 @@ def require_memory(config: GPTConfig, batch_size: int) -> None:
     parameters = config.n_layer * (4 * C * C + 3 * C * F) + 2 * C * V
     model_bytes = 3 * 4 * parameters
     # The least that is kept for the backward pass: ids and logits, and of a layer its stream and feed-forward widths.
-    batch_bytes = 4 * batch_size * config.block_size * (2 + V + config.n_layer * (C + 3 * F))
+    share = -(-batch_size // processes)
+    batch_bytes = 4 * share * config.block_size * (2 + V + config.n_layer * (C + 3 * F))
     for what, needed, remedy in (
         (f"a model of n_layer={config.n_layer} and n_embd={C}", model_bytes, "smaller ones"),
-        (f"a batch_size of {batch_size}", batch_bytes, "a smaller one"),
+        (
+            f"a batch_size of {batch_size}{f', {share} a process,' if processes > 1 else ''}",
+            batch_bytes,
+            "a smaller one",
+        ),
     ):
         if needed > there_is:
             raise ConfigError(
@@ -126,7 +135,7 @@ def _device_in(name: str, world: World) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda"):
-        raise DeviceError(f"--device {name} cannot be shared by {world.size} processes: use auto, cpu or cuda")
+        raise DeviceError(f"--device {name} cannot be shared by {world.size} processes: use --device cpu or cuda")
     if name == "cpu":
         return torch.device(name)
     if world.local_rank >= torch.cuda.device_count():

@@ -14,6 +14,8 @@ FAR_APART = 0.2
 ABOUT_EQUAL = 0.1
 # A held-out loss that is lower than that of a blind guess by less than this share is no better than one.
 BLIND = 0.01
+# A held-out loss below this share of a blind guess's leaves next to nothing to learn.
+DONE = 0.01
 
 
 class Fit(Enum):
@@ -26,9 +28,9 @@ class Fit(Enum):
 
 
 def judge(train_loss: float, val_loss: float, best_loss: float, blind_loss: float) -> Fit:
-    """Ignorant if neither the best nor the training loss was better than a blind guess; overfitting if the held-out
-    loss has clearly risen again or the training loss is far below it; underfitting if the two are about equal and the
-    held-out loss was never lower than at the end.
+    """Ignorant if neither the best nor the training loss was better than a blind guess; fitting if next to nothing is
+    left to learn; overfitting if the held-out loss has clearly risen again or the training loss is far below it;
+    underfitting if the two are about equal and the held-out loss was never lower than at the end.
 
     Args:
         train_loss, val_loss: at the end, measured in the same way; nats a character.
@@ -37,6 +39,8 @@ def judge(train_loss: float, val_loss: float, best_loss: float, blind_loss: floa
     """
     if best_loss > blind_loss * (1 - BLIND) and train_loss > blind_loss * (1 - BLIND):
         return Fit.IGNORANT
+    if val_loss <= blind_loss * DONE:
+        return Fit.FITTING
     apart = val_loss - train_loss
     if val_loss > best_loss * (1 + RISEN) or apart > val_loss * FAR_APART:
         return Fit.OVERFITTING

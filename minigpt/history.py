@@ -1,12 +1,14 @@
-"""What a run's log tells, read back: the losses as training went. `trainer` writes it."""
+"""A run's log, one JSON object a line: the losses as training went. Written line by line, and read back."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from minigpt.errors import ReportError
+from minigpt.atomic import replacing
+from minigpt.errors import CheckpointError, ReportError
 from minigpt.runs import LOG
 
 
@@ -34,6 +36,8 @@ class LoggedEvaluation:
     best: bool
     elapsed_s: float
 
+
+Line = LoggedUpdates | LoggedEvaluation
 
 # Steps, and a loss at each.
 Curve = tuple[list[int], list[float]]
@@ -82,14 +86,63 @@ def read_history(folder: Path) -> History:
     )
 
 
-def parse_line(line: str) -> LoggedUpdates | LoggedEvaluation | None:
+def append_line(folder: Path, line: Line) -> None:
+    """Writes one more line into the log of a run folder.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        with (folder / LOG).open("a", encoding="utf-8") as log:
+            log.write(json.dumps(asdict(line)) + "\n")
+    except OSError as error:
+        raise CheckpointError(f"cannot write {folder / LOG}: {error.strerror or error}") from None
+
+
+def forget_lines(folder: Path, step: int, evaluated_step: int | None) -> None:
+    """Removes from the log what was written after a run's last save: by a run that was killed, or one that is replaced.
+
+    Args:
+        step: updates done at that save; with none, the whole log goes.
+        evaluated_step: that of its newest evaluation, if there was one.
+
+    Raises:
+        OSError: it cannot be read or written.
+    """
+    log = folder / LOG
+    if not log.is_file():
+        return
+    if step == 0:
+        log.unlink()
+        return
+
+    def is_kept(text: str) -> bool:
+        line = parse_line(text) if text.endswith("\n") else None
+        newest = (evaluated_step or 0) if isinstance(line, LoggedEvaluation) else step
+        return line is not None and line.step <= newest
+
+    lines = log.read_bytes().decode("utf-8", "replace").splitlines(keepends=True)
+    kept = [line for line in lines if is_kept(line)]
+    if kept != lines:
+        with replacing(log) as file:
+            file.write("".join(kept).encode())
+
+
+def parse_line(text: str) -> Line | None:
     """What one line of the log tells; None for one that a kill cut short, or that is none of ours."""
     try:
-        values = json.loads(line)
-        step, elapsed_s = int(values["step"]), float(values["elapsed_s"])
+        values = json.loads(text)
+        step, elapsed_s = int(values["step"]), _finite(values["elapsed_s"])
         if "val_loss" in values:
-            train_loss, val_loss = float(values["train_loss"]), float(values["val_loss"])
+            train_loss, val_loss = _finite(values["train_loss"]), _finite(values["val_loss"])
             return LoggedEvaluation(step, train_loss, val_loss, bool(values["best"]), elapsed_s)
-        return LoggedUpdates(step, float(values["batch_loss"]), float(values["lr_factor"]), elapsed_s)
-    except (ValueError, KeyError, TypeError):
+        return LoggedUpdates(step, _finite(values["batch_loss"]), _finite(values["lr_factor"]), elapsed_s)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+
+
+def _finite(value: str | float) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is not finite")
+    return number

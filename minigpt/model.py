@@ -272,7 +272,7 @@ class GPT(nn.Module):
         return logits
 
     def set_dropout(self, share: float) -> None:
-        """Drops that share of activations in training from here on."""
+        """Drops that share of what each layer adds, in training, from here on."""
         self.config = replace(self.config, dropout=share)
         for block in self.blocks:
             block.attn.dropout = block.mlp.dropout = share

@@ -31,15 +31,25 @@ MOST_COUNTED = 4 << 20
 CHUNKS = 64
 
 
+def can_count(n_chars: int, vocab_size: int) -> bool:
+    """Whether a text has a character with a whole context before it, and not too many different ones."""
+    return n_chars > MAX_ORDER and vocab_size <= MOST_CHARS
+
+
 class NGrams:
     """Counts of a text, interpolated from short contexts to long ones.
 
     Args:
-        ids: the text, (N,), more than `MAX_ORDER` characters of it.
-        vocab_size: V, at most `MOST_CHARS`.
+        ids: the text, (N,).
+        vocab_size: V.
+
+    Raises:
+        ValueError: it is not one that `can_count` speaks of.
     """
 
     def __init__(self, ids: Ids, vocab_size: int) -> None:
+        if not can_count(len(ids), vocab_size):
+            raise ValueError(f"{len(ids)} characters of {vocab_size} different ones cannot be counted")
         self._ids = ids
         self._vocab_size = vocab_size
         # The positions MAX_ORDER + i with i % stride < length are counted, up to an end; all have a whole context.

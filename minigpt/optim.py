@@ -201,7 +201,7 @@ class Optimizer:
         self._adamw = AdamW([param for param in self._params if param not in self._muon.momentum], config.adamw_lr)
 
     def reschedule(self, config: TrainConfig) -> None:
-        """Follows the schedule of another number of steps from here on; nothing else of the config may differ."""
+        """Follows the schedule of another config from here on; its peak rates and weight decay must be the same."""
         self._config = config
 
     def clip_gradients(self) -> float:
@@ -210,7 +210,11 @@ class Optimizer:
         return nn.utils.clip_grad_norm_(self._params, limit).item()
 
     def step(self, step: int) -> None:
-        """Applies the gradients at the learning rates of that step, then drops them."""
+        """Applies the gradients at the learning rates of that step, then drops them.
+
+        Raises:
+            ValueError: a parameter has no gradient.
+        """
         factor = learning_rate_factor(step, self._config)
         self._muon.step(factor)
         self._adamw.step(factor)

@@ -28,7 +28,7 @@ def steps_for(
     Args:
         left_s: seconds left, of which none or fewer may be.
         step: updates done, at rates that had not begun to fall.
-        evaluated_step: that of the last evaluation.
+        evaluated_step: that of the last evaluation; None before the first.
         update_s, evaluation_s: what one of each takes.
         config: for ``eval_every`` and ``decay_fraction``.
 
@@ -58,9 +58,9 @@ def warmup_for(steps: int) -> int:
     return min(WARMUP_STEPS, max(1, steps // 10))
 
 
-def dropout_for(passes: float) -> float:
-    """The share of activations to drop in a run that reads its text so often (see `DROPOUTS`)."""
-    return next((share for least, share in DROPOUTS if passes >= least), 0.0)
+def dropout_for(epochs: float) -> float:
+    """The dropout of a run that reads its training part so often (see `DROPOUTS`)."""
+    return next((share for least, share in DROPOUTS if epochs >= least), 0.0)
 
 
 def eval_every_for(seconds: float, update_s: float, evaluation_s: float) -> int:

@@ -91,8 +91,8 @@ class World:
             return
         import torch
 
-        # Optimizers import it, and what it finds as the group then it keeps for ever; a group that is kept has threads,
-        # of which the interpreter may die when it ends.
+        # Torch's compiler imports it, and what it finds as the group then it keeps for ever; a group that is kept has
+        # threads, of which the interpreter may die when it ends.
         import torch.distributed.nn
         from torch import distributed
         from torch.distributed.rendezvous import rendezvous

@@ -58,6 +58,11 @@ def foreign_file(folder: Path) -> Path | None:
     return next((path for path in paths if is_there(path)), None)
 
 
+def is_free(folder: Path) -> bool:
+    """Whether a new run in that folder would replace nothing."""
+    return not is_run(folder) and foreign_file(folder) is None
+
+
 def require_free(name: str) -> None:
     """Checks that a new run of that name would replace nothing.
 
@@ -129,7 +134,7 @@ def free_names(base: str) -> Iterator[str]:
     """Those of ``base``, ``base-2``, ``base-3`` ... under which there is no run, nor what one would replace."""
     for n in count(1):
         name = base if n == 1 else f"{base}-{n}"
-        if not (is_run(CHECKPOINTS / name) or foreign_file(CHECKPOINTS / name)):
+        if is_free(CHECKPOINTS / name):
             yield name
 
 

@@ -10,7 +10,6 @@ rank 0 alone writes files. How they talk is left to `parallel`.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import deque
@@ -25,20 +24,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from minigpt.atomic import replacing
 from minigpt.checkpoint import Checkpoint, Facts, TrainingState, save_checkpoint
-from minigpt.config import MOST_MINUTES, GPTConfig, TrainConfig, settings_from_json, settings_to_json
+from minigpt.config import GPTConfig, TrainConfig, require_minutes, settings_from_json, settings_to_json
 from minigpt.corpus import Examples, Ids
 from minigpt.device import compiled, is_out_of_memory, require_memory
 from minigpt.errors import CheckpointError, ConfigError, TrainingError
 from minigpt.evaluation import window_loss
-from minigpt.history import LoggedEvaluation, parse_line
+from minigpt.history import Line, LoggedEvaluation, LoggedUpdates, append_line, forget_lines
 from minigpt.model import GPT
-from minigpt.ngrams import MAX_ORDER, MOST_CHARS, NGrams
+from minigpt.ngrams import NGrams, can_count
 from minigpt.optim import Optimizer, learning_rate_factor, ngram_factor
 from minigpt.pacing import TRIAL_MAX_S, TRIAL_SHARE, dropout_for, eval_every_for, rates_fall, steps_for, warmup_for
 from minigpt.parallel import ALONE, World
-from minigpt.runs import BEST, LAST, LOG, is_run, make_folder
+from minigpt.runs import BEST, LAST, is_run, make_folder
 from minigpt.stopwatch import Stopwatch
 from minigpt.tokenizer import CharTokenizer
 
@@ -55,6 +53,10 @@ UPDATE_PHASES = ("batch", "smoothing", "forward", "backward", "clipping", "optim
 EVALUATION_PHASES = ("evaluation", "saving", "showing")
 # What is done once, before the first update of a session.
 COUNTING = "counting"
+
+# Settings that can fit a run of so many steps: the warm-up their number, the dropout how often they read the text, and
+# in a run by the clock the time between two evaluations its minutes.
+FITTING = ("warmup_steps", "dropout", "eval_every")
 
 # Separate streams of random numbers: drawing from one does not move another.
 _INIT, _BATCH, _DROPOUT = range(3)
@@ -98,7 +100,8 @@ class Trainer:
         folder: where the run is kept.
         model: on its device; trained in place.
         tokenizer, facts: written into the checkpoints.
-        train_ids, val_ids: the two parts of the text, (N,).
+        train_ids: ids to learn from, (N,), more than ``block_size``.
+        val_ids: those held out, (N,), two or more.
         config: how to train.
         extra: JSON values of the caller's to keep beside the state (where the text came from, for instance).
         world: the processes that train together, joined; all make the same calls.
@@ -123,6 +126,8 @@ class Trainer:
         self.config = config
         self._train_ids = train_ids
         self._examples = Examples(train_ids, model.config.block_size, _derived_seed(config.seed, _BATCH, 0))
+        if len(val_ids) < 2:
+            raise ValueError("the held-out part needs at least 2 characters")
         self._val_ids = val_ids
         self._extra = extra
         self.world = world
@@ -163,25 +168,31 @@ class Trainer:
         device: torch.device | str = "cpu",
         extra: dict[str, Any] | None = None,
         minutes: float | None = None,
-        choose: Collection[str] = (),
+        fit: Collection[str] = (),
         world: World = ALONE,
     ) -> Trainer:
-        """A new run, which is on disk, ready to be resumed, when this returns. What the folder held is replaced.
+        """A new run, which is on disk, ready to be resumed, when this returns. It replaces the checkpoints and the log
+        that the folder held.
 
         Args:
             minutes: how long the run is to take, with measuring its speed, instead of ``config.steps``; more than 0,
                 at most `MOST_MINUTES`. Until `planned` is true, the number of steps is an estimate.
-            choose: what is to fit the run instead of being as in ``config`` and ``model_config``: ``warmup_steps`` its
-                number of steps, ``dropout`` how often it reads the text, ``eval_every`` its minutes.
+            fit: the settings, of `FITTING`, that are to fit the run instead of being as in ``config`` and
+                ``model_config``.
 
         Raises:
             CheckpointError: the folder cannot be written.
-            ConfigError: the model or its batches do not fit into memory, or the batch is too small for the processes.
+            ConfigError: the minutes are out of range, the model or its batches do not fit into memory, or the batch is
+                too small for the processes.
+            TrainingError: a first step on trial, which is taken before a run is replaced, has no finite loss.
+            ValueError: the text is too short, or a setting cannot be fitted.
         """
-        if minutes is not None and not 0 < minutes <= MOST_MINUTES:
-            raise ValueError(f"minutes={minutes} must be more than 0 and at most {MOST_MINUTES}")
+        if unknown := set(fit) - set(FITTING):
+            raise ValueError(f"{min(unknown)!r} cannot be fitted to a run")
+        if minutes is not None:
+            require_minutes(minutes)
         world.require_rows(config.batch_size)
-        require_memory(model_config, -(-config.batch_size // world.size))
+        require_memory(model_config, config.batch_size, world.size)
         generator = torch.Generator().manual_seed(_derived_seed(config.seed, _INIT, 0))
         # Torch's layers draw from its global generator before our values replace theirs.
         try:
@@ -199,14 +210,15 @@ class Trainer:
             make_folder(folder)
         if minutes is not None:
             trainer.minutes = minutes
-            trainer._measure_speed(choose)
+            trainer._measure_speed(fit)
         elif world.from_main(lambda: is_run(folder)):
             # What cannot take a step must not replace a run.
             with trainer._taken_back():
                 trainer._update()
-        if "dropout" in choose:
-            model.set_dropout(dropout_for(trainer.passes))
-        if "warmup_steps" in choose:
+            trainer._forget_laps()
+        if "dropout" in fit:
+            model.set_dropout(dropout_for(trainer.epochs))
+        if "warmup_steps" in fit:
             trainer._follow(replace(trainer.config, warmup_steps=warmup_for(trainer.config.steps)))
         trainer.save()
         trainer._tidy_folder()
@@ -262,8 +274,7 @@ class Trainer:
             trainer.elapsed_s = float(values["elapsed_s"])
             if values["minutes"] is not None:
                 trainer.minutes = float(values["minutes"])
-                if not 0 < trainer.minutes <= MOST_MINUTES:
-                    raise ValueError(f"minutes is {trainer.minutes}")
+                require_minutes(trainer.minutes)
             trainer.stopwatch = Stopwatch(values["stopwatch"])
             trainer._losses.extend(float(loss) for loss in values["losses"])
             if len(trainer._losses) != min(trainer.step, LOG_EVERY):
@@ -289,8 +300,8 @@ class Trainer:
         return len(self._val_ids)
 
     @property
-    def passes(self) -> float:
-        """How often the whole run reads its part of the text."""
+    def epochs(self) -> float:
+        """How often the whole run reads the training part of the text."""
         config = self.config
         return config.steps * config.batch_size * self.model.config.block_size / len(self._train_ids)
 
@@ -319,8 +330,8 @@ class Trainer:
         an earlier one at which the run is `out_of_patience`.
 
         Raises:
-            TrainingError: a loss or gradient is not finite, or another process has ended. The weights were not touched
-                by it.
+            TrainingError: a loss or gradient is not finite, a step does not fit into memory, or another process has
+                ended. Nothing of it is saved.
             CheckpointError: a file cannot be written.
         """
         self.stopwatch.start()
@@ -384,7 +395,7 @@ class Trainer:
     def _count(self) -> None:
         """Counts the text, once, where counts are wanted and possible."""
         vocab_size = self.model.config.vocab_size
-        wanted = self.config.ngram_weight and vocab_size <= MOST_CHARS and len(self._train_ids) > MAX_ORDER
+        wanted = self.config.ngram_weight > 0 and can_count(len(self._train_ids), vocab_size)
         if wanted and self._ngrams is None:
             self._ngrams = NGrams(self._train_ids, vocab_size)
             self._lap(COUNTING)
@@ -427,7 +438,7 @@ class Trainer:
         elapsed_s = time.perf_counter() - started
         if self.step % LOG_EVERY == 0:
             batch_loss = sum(self._losses) / LOG_EVERY
-            self._log(step=self.step, batch_loss=batch_loss, lr_factor=factor, elapsed_s=self.elapsed_s)
+            self._log(LoggedUpdates(self.step, batch_loss, factor, self.elapsed_s))
         return StepReport(self.step, loss_value, factor, grad_norm, examples.x.numel() / elapsed_s)
 
     def _evaluate(self) -> EvalReport:
@@ -437,7 +448,7 @@ class Trainer:
         self._lap("evaluation")
         best = self.best_loss is None or val_loss < self.best_loss
         self.facts = replace(self.facts, train_loss=train_loss, val_loss=val_loss)
-        self._log(step=self.step, train_loss=train_loss, val_loss=val_loss, best=best, elapsed_s=self.elapsed_s)
+        self._log(LoggedEvaluation(self.step, train_loss, val_loss, best, self.elapsed_s))
         # In this order a kill in between leaves a last checkpoint that is older than the best one, and resuming from
         # it comes to the same best again.
         if best:
@@ -471,17 +482,21 @@ class Trainer:
         self.step = 0
         self._losses.clear()
 
+    def _forget_laps(self) -> None:
+        """Drops what was measured of updates and evaluations; the text is counted once and for all."""
+        laps = self.stopwatch.to_json()
+        self.stopwatch = Stopwatch({phase: laps[phase] for phase in laps if phase == COUNTING})
+
     # Runs by the clock
 
-    def _measure_speed(self, choose: Collection[str]) -> None:
+    def _measure_speed(self, fit: Collection[str]) -> None:
         """Estimates the number of steps before the first one: trains a little, evaluates, and takes it all back."""
         assert self.minutes is not None
         seconds = self.minutes * 60
         with self._taken_back():
             # The first time is slower: memory is set aside, kernels are loaded.
             self._update()
-            laps = self.stopwatch.to_json()
-            self.stopwatch = Stopwatch({phase: laps[phase] for phase in laps if phase == COUNTING})
+            self._forget_laps()
             enough_s = min(TRIAL_SHARE * seconds, TRIAL_MAX_S)
             # Clocks differ: of several processes the first decides for all.
             while self.world.from_main(
@@ -492,7 +507,7 @@ class Trainer:
                 self._update()
             self._measure_losses()
             self._lap("evaluation")
-        if "eval_every" in choose:
+        if "eval_every" in fit:
             eval_every = self.world.from_main(lambda: eval_every_for(seconds, self._update_s, self._evaluation_s))
             self._follow(replace(self.config, eval_every=eval_every))
         self._plan()
@@ -536,14 +551,9 @@ class Trainer:
     def _facts_now(self) -> Facts:
         return replace(self.facts, steps=self.step, elapsed_s=round(self.elapsed_s, 3))
 
-    def _log(self, **values: Any) -> None:
-        if not self.world.is_main:
-            return
-        try:
-            with (self.folder / LOG).open("a", encoding="utf-8") as log:
-                log.write(json.dumps(values) + "\n")
-        except OSError as error:
-            raise CheckpointError(f"cannot write {self.folder / LOG}: {error.strerror or error}") from None
+    def _log(self, line: Line) -> None:
+        if self.world.is_main:
+            append_line(self.folder, line)
 
     def _tidy_folder(self) -> None:
         """Removes what is not of this run, up to this step: a best model and log lines of a run that was replaced,
@@ -551,29 +561,11 @@ class Trainer:
         if not self.world.is_main:
             return
         try:
-            self._tidy()
+            if self.best_loss is None:
+                (self.folder / BEST).unlink(missing_ok=True)
+            forget_lines(self.folder, self.step, self._evaluated_step)
         except OSError as error:
             raise CheckpointError(f"cannot tidy the run folder {self.folder}: {error.strerror or error}") from None
-
-    def _tidy(self) -> None:
-        if self.best_loss is None:
-            (self.folder / BEST).unlink(missing_ok=True)
-        log = self.folder / LOG
-        if not log.is_file():
-            return
-        if self.step == 0:
-            log.unlink()
-            return
-        lines = log.read_bytes().decode("utf-8", "replace").splitlines(keepends=True)
-        kept = [line for line in lines if self._is_kept(line)]
-        if kept != lines:
-            with replacing(log) as file:
-                file.write("".join(kept).encode())
-
-    def _is_kept(self, text: str) -> bool:
-        line = parse_line(text) if text.endswith("\n") else None
-        newest = (self._evaluated_step or 0) if isinstance(line, LoggedEvaluation) else self.step
-        return line is not None and line.step <= newest
 
 
 def training_loss(

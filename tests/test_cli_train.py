@@ -402,20 +402,20 @@ def test_minutes_become_steps_and_the_run_can_be_repeated_by_them() -> None:
     assert clock.values["config"] == steps.values["config"]
 
 
-@pytest.mark.parametrize(("steps", "times", "share"), [(40, None, 0.0), (48, "5 times", 0.1), (90, "9 times", 0.2)])
+@pytest.mark.parametrize(("steps", "times", "share"), [(40, None, 0.0), (48, "4.6 times", 0.1), (90, "8.5 times", 0.2)])
 def test_a_text_that_is_read_often_gets_a_dropout(steps: int, times: str | None, share: float) -> None:
     # Of 2,700 characters a step reads 256.
     line = ("harbour.txt", *SMALL, "--sample-chars", "0", "--steps", str(steps), "--eval-every", str(steps))
     said = train(*line, "--out", "a").stderr
     assert load("checkpoints/a/best.safetensors").model.config.dropout == share
-    assert (f"all of the text is read about {times}, with a dropout of {share:g}" in said) is (times is not None)
+    assert (f"the training part is read {times}, with a dropout of {share:g}\n" in said) is (times is not None)
     # One that is given is left alone.
     assert "with a dropout" not in train(*line, "--out", "b", "--dropout", "0").stderr
     assert load("checkpoints/b/best.safetensors").model.config.dropout == 0
 
 
 def test_a_run_by_the_clock_is_repeated_with_the_dropout_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minigpt.trainer.dropout_for", lambda passes: 0.35)
+    monkeypatch.setattr("minigpt.trainer.dropout_for", lambda epochs: 0.35)
     done = train("harbour.txt", *SMALL, "--minutes", "0.01", "--out", "clock")
     (repeat,) = re.findall(r"(--steps .*) instead of --minutes", done.stderr)
     assert "--dropout 0.35" in repeat
@@ -465,7 +465,8 @@ def test_minutes_and_steps_exclude_each_other() -> None:
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf", "527041", "1e308"])
 def test_minutes_that_are_no_time_are_refused(minutes: str) -> None:
-    assert "--minutes" in run("train", "harbour.txt", *SMALL, f"--minutes={minutes}", code=2).usage
+    said = run("train", "harbour.txt", *SMALL, f"--minutes={minutes}", code=1).error
+    assert re.search(r"minutes=\S+ must be more than 0 and at most a year", said)
     assert not Path("checkpoints").exists()
 
 

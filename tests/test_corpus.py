@@ -340,6 +340,9 @@ def test_a_split_of_too_little_says_how_much_there_is_and_what_to_change() -> No
         loaded.split(0.1, 256)
     with pytest.raises(CorpusError, match=r"100 characters.*1,001.*larger --val-fraction"):
         loaded.split(0.001, 8)
+    # What helps one part would harm the other.
+    with pytest.raises(CorpusError, match=r"10 characters.*286: use more text$"):
+        corpus_of("ab" * 5).split(0.1, 256)
 
 
 @pytest.mark.parametrize(("val_fraction", "block_size"), [(0.0, 8), (1.0, 8), (float("nan"), 8), (0.1, 0)])

@@ -32,6 +32,8 @@ def test_what_no_memory_can_hold_is_refused_at_once() -> None:
         require_memory(replace(config, n_layer=1_000_000, n_embd=512), 4)
     with pytest.raises(ConfigError, match=r"batch_size of 20000000 needs [\d,]+ GB .*: choose a smaller one"):
         require_memory(config, 20_000_000)
+    with pytest.raises(ConfigError, match=r"batch_size of 80000000, 20000000 a process, needs "):
+        require_memory(config, 80_000_000, 4)
 
 
 def test_on_a_cpu_the_model_is_called_as_it_is() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,15 @@ def test_a_short_run_has_its_training_loss_at_evaluations(tmp_path: Path) -> Non
 
 
 def test_lines_that_are_damaged_are_passed_over(tmp_path: Path) -> None:
-    write_log(
-        tmp_path, EVALUATIONS[0], "", "[3]", "x", '{"step": 30}', '{"step": 30, "train_lo', EVALUATIONS[1], "\0\0"
-    )
+    odd = [
+        json.dumps({**EVALUATIONS[1], "step": math.inf}),
+        json.dumps({**EVALUATIONS[1], "elapsed_s": math.nan}),
+        json.dumps({**EVALUATIONS[1], "val_loss": "x"}),
+        json.dumps(EVALUATIONS[1]).replace("30", "1e400"),
+        "[" * 100_000,
+        "\0\0",
+    ]
+    write_log(tmp_path, EVALUATIONS[0], "", "[3]", "x", '{"step": 30}', '{"step": 30, "train_lo', EVALUATIONS[1], *odd)
     assert [line.step for line in read_history(tmp_path).evaluations] == [15, 30]
     (tmp_path / LOG).write_bytes(b"\xff\xfe")
     history = read_history(tmp_path)

@@ -111,6 +111,7 @@ def _arrange(
         every: not only there but at each flush from then on.
     """
     from minigpt import samples
+    from minigpt.history import Line
     from minigpt.trainer import Trainer
 
     flushes = lines = kept = 0
@@ -130,9 +131,9 @@ def _arrange(
             die(descriptor)
         ordinary_fsync(descriptor)
 
-    def log_line(self: Trainer, **values: Any) -> None:
+    def log_line(self: Trainer, line: Line) -> None:
         nonlocal lines
-        ordinary_log(self, **values)
+        ordinary_log(self, line)
         lines += 1
         if lines == log:
             with (self.folder / "train.jsonl").open("r+b") as file:

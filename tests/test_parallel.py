@@ -424,7 +424,7 @@ def test_torchrun_leaves_every_option_of_training_to_it() -> None:
 
 def test_the_clock_of_the_first_decides_on_the_steps(tmp_path: Path) -> None:
     def taken(world: World) -> tuple[TrainConfig, list[tuple[type, int]]]:
-        trainer = Trainer.start(tmp_path, *_one_run(), minutes=0.005, choose={"eval_every"}, world=world)
+        trainer = Trainer.start(tmp_path, *_one_run(), minutes=0.005, fit={"eval_every"}, world=world)
         return trainer.config, [(type(report), report.step) for report in trainer.steps()]
 
     told: list[Any] = []

@@ -26,7 +26,7 @@ from minigpt import trainer as trainer_module
 from minigpt.checkpoint import Checkpoint, Facts, TrainingState, load, save_checkpoint
 from minigpt.config import GPTConfig, TrainConfig
 from minigpt.corpus import Examples
-from minigpt.errors import CheckpointError, TrainingError
+from minigpt.errors import CheckpointError, ConfigError, TrainingError
 from minigpt.evaluation import window_loss
 from minigpt.ngrams import NGrams
 from minigpt.pacing import warmup_for
@@ -806,7 +806,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def start_by_the_clock(folder: Path, config: TrainConfig = CONFIG, minutes: float = 1.0) -> Trainer:
-    return start(folder, config, minutes=minutes, choose={"eval_every"})
+    return start(folder, config, minutes=minutes, fit={"eval_every"})
 
 
 @pytest.mark.parametrize("decay_fraction", [0.0, 0.3, 0.6, 0.95, 1.0])
@@ -924,15 +924,15 @@ def test_a_run_by_the_clock_that_lost_patience_stays_as_it_is(
     assert files_of(tmp_path / "run") == files
 
 
-def test_evaluations_of_a_run_by_the_clock_may_be_chosen(tmp_path: Path, clock: Clock) -> None:
+def test_evaluations_of_a_run_by_the_clock_may_be_given(tmp_path: Path, clock: Clock) -> None:
     trainer = start(tmp_path / "run", minutes=0.2)
     reports = finish(trainer)
     assert [report.step for report in reports if isinstance(report, EvalReport)][:3] == [5, 10, 15]
     assert trainer.config.warmup_steps == CONFIG.warmup_steps
 
 
-def test_the_warm_up_of_a_run_by_the_clock_may_be_chosen(tmp_path: Path, clock: Clock) -> None:
-    trainer = start(tmp_path / "run", minutes=0.2, choose={"warmup_steps"})
+def test_the_warm_up_of_a_run_by_the_clock_may_be_fitted(tmp_path: Path, clock: Clock) -> None:
+    trainer = start(tmp_path / "run", minutes=0.2, fit={"warmup_steps"})
     # Before the first step, from the first estimate, and then for good.
     chosen = warmup_for(trainer.config.steps)
     assert chosen != CONFIG.warmup_steps
@@ -942,8 +942,14 @@ def test_the_warm_up_of_a_run_by_the_clock_may_be_chosen(tmp_path: Path, clock: 
 
 @pytest.mark.parametrize("minutes", [0.0, -1.0, math.inf, math.nan])
 def test_minutes_that_are_none_are_refused(tmp_path: Path, minutes: float) -> None:
-    with pytest.raises(ValueError, match="minutes"):
+    with pytest.raises(ConfigError, match="minutes"):
         start(tmp_path / "run", minutes=minutes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_fitted_is_a_mistake_in_code(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'warmup' cannot be fitted"):
+        start(tmp_path / "run", fit={"dropout", "warmup"})
     assert not (tmp_path / "run").exists()
 
 

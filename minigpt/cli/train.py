@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minigpt.cli.options import DeviceOption
-from minigpt.config import DEFAULT_PRESET, DROPOUTS, MOST_MINUTES, PRESETS, GPTConfig, TrainConfig, find_preset
+from minigpt.config import (
+    DEFAULT_PRESET,
+    DROPOUTS,
+    PRESETS,
+    WARMUP_STEPS,
+    GPTConfig,
+    TrainConfig,
+    find_preset,
+    require_minutes,
+)
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -84,7 +93,7 @@ def train(
         float | None,
         _field(
             "dropout",
-            "Share of activations dropped while training. Default: "
+            "Share of what each layer adds that is dropped while training. Default: "
             + ", ".join(f"{share:g} where the text is read {least} times or more" for least, share in DROPOUTS)
             + ", else 0.",
         ),
@@ -105,19 +114,22 @@ def train(
         _field("ngram_weight", "Share of the targets that counts of the text smooth at first; half of it in the end."),
     ] = None,
     warmup_steps: Annotated[
-        int | None, _field("warmup_steps", "Steps over which the rates rise. Default: a tenth of all, at most 50.")
+        int | None,
+        _field("warmup_steps", f"Steps over which the rates rise. Default: a tenth of all, at most {WARMUP_STEPS}."),
     ] = None,
-    decay_fraction: Annotated[float | None, _field("decay_fraction", "Share of steps over which they fall.")] = None,
+    decay_fraction: Annotated[
+        float | None, _field("decay_fraction", "Share of the steps, at the end, over which the rates fall to 0.")
+    ] = None,
     grad_clip: Annotated[float | None, _field("grad_clip", "Largest norm of the gradient; 0 is off.")] = None,
     eval_every: Annotated[
         int | None,
-        _field("eval_every", "Steps between two looks at the held-out text. With --minutes: for about five looks."),
+        _field("eval_every", "Steps between two evaluations on the held-out text. With --minutes: for about five."),
     ] = None,
     eval_chars: Annotated[
-        int | None, _field("eval_chars", "Held-out characters read at each look; 0 reads all.")
+        int | None, _field("eval_chars", "Held-out characters read by each evaluation; 0 reads all.")
     ] = None,
     patience: Annotated[
-        int | None, _field("patience", "Looks in a row without a lower held-out loss that end the run; 0 is off.")
+        int | None, _field("patience", "Evaluations in a row without a lower held-out loss that end the run; 0 is off.")
     ] = None,
     val_fraction: Annotated[float | None, _field("val_fraction", "Share of the text, at its end, held out.")] = None,
     seed: Annotated[int | None, _field("seed", "Same seed, same model.")] = None,
@@ -126,7 +138,7 @@ def train(
         typer.Option(
             "--sample-chars",
             min=0,
-            help="Characters of the sample that is kept at each look; 0 keeps none. Default: 200.",
+            help="Characters of the sample that is kept at each evaluation; 0 keeps none. Default: 200.",
             show_default=False,
         ),
     ] = None,
@@ -149,6 +161,7 @@ def train(
 
     With N processes or GPUs: torchrun --nproc-per-node N -m minigpt train ...
     """
+    # The options and nothing else, as long as this is the first statement.
     given = {name: value for name, value in locals().items() if value is not None}
     model_fields = {name: given[name] for name in GPTConfig.__dataclass_fields__ if name in given}
     train_fields = {name: given[name] for name in TrainConfig.__dataclass_fields__ if name in given}
@@ -170,14 +183,10 @@ def train(
         if own:
             option = "--" + own[0].replace("_", "-")
             raise typer.BadParameter(f"a run goes on with its own settings: leave out {option}", param_hint="--resume")
-        trainer, n_chars = _resume(resume, corpus or [], session)
+        trainer, sample_chars = _resume(resume, corpus or [], session)
     else:
         if minutes is not None and steps is not None:
             raise typer.BadParameter("the minutes decide on the steps: leave out one of both", param_hint="--minutes")
-        if minutes is not None and not 0 < minutes <= MOST_MINUTES:
-            raise typer.BadParameter(
-                f"{minutes:g} must be more than 0 and at most a year ({MOST_MINUTES:,.0f})", param_hint="--minutes"
-            )
         wanted = _NewRun(
             sources=corpus or [],
             encoding=encoding or "utf-8",
@@ -190,12 +199,12 @@ def train(
             minutes=minutes,
             sample_chars=sample_chars,
         )
-        trainer, n_chars = _start(wanted, session)
+        trainer, sample_chars = _start(wanted, session)
 
     from minigpt.cli.train_report import TrainReport
 
     trainer.profiling = profile
-    _run(trainer, TrainReport(trainer, n_chars, tensorboard=log is Log.tensorboard, profile=profile, quiet=quiet))
+    _run(trainer, TrainReport(trainer, sample_chars, tensorboard=log is Log.tensorboard, profile=profile, quiet=quiet))
 
 
 @dataclass(frozen=True)
@@ -219,14 +228,16 @@ class _Session:
     def lock_free(self, base: str) -> str:
         """A name for a new run that nobody has, or is about to have, locked; decided by rank 0."""
         from minigpt.errors import LockedError
-        from minigpt.runs import free_names, is_run, run_folder
+        from minigpt.runs import free_names, is_free, locked, run_folder
 
         def lock_one() -> str:
             for name in free_names(base):
+                folder = run_folder(name)
                 # Another process that was given the same name has it still, or has made its run meanwhile.
-                with suppress(LockedError):
-                    self.lock(run_folder(name))
-                    if not is_run(run_folder(name)):
+                with suppress(LockedError), ExitStack() as lock:
+                    lock.enter_context(locked(folder))
+                    if is_free(folder):
+                        self.context.with_resource(lock.pop_all())
                         return name
             raise AssertionError("there is always another name")
 
@@ -252,7 +263,7 @@ class _NewRun:
     sample_chars: int | None
 
     def require_free(self, world: World) -> None:
-        """Checks that it would replace nothing, unless it is to; without a name it gets one that is free."""
+        """Checks, on rank 0, that a run with a name of its own would replace nothing, unless it is to."""
         from minigpt.runs import require_free
 
         if self.out is not None and not self.force and world.is_main:
@@ -267,6 +278,8 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
     config = TrainConfig(**{**preset.training, **wanted.train_fields})
     shape = {**preset.model, **wanted.model_fields}
     GPTConfig(vocab_size=1, **shape)
+    if wanted.minutes is not None:
+        require_minutes(wanted.minutes)
     world.require_rows(config.batch_size)
     _require_files(wanted.sources, world)
 
@@ -277,7 +290,7 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
     from minigpt.device import choose_device, fastest_precision, set_threads
     from minigpt.runs import run_folder
     from minigpt.samples import SAMPLE_CHARS
-    from minigpt.trainer import Trainer
+    from minigpt.trainer import FITTING, Trainer
 
     world.join()
     chosen_device = choose_device(session.device, world)
@@ -306,13 +319,13 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
     if "precision" not in wanted.train_fields:
         # Tried with the threads that it is for. One for all, though each may find another one the faster.
         config = replace(config, precision=world.from_main(lambda: fastest_precision(chosen_device)))
-    n_chars = SAMPLE_CHARS if wanted.sample_chars is None else wanted.sample_chars
+    sample_chars = SAMPLE_CHARS if wanted.sample_chars is None else wanted.sample_chars
     extra = {
         "sources": [_absolute(source) for source in wanted.sources],
         "encoding": wanted.encoding,
         "device": str(chosen_device),
         "threads": used_threads,
-        "sample_chars": n_chars,
+        "sample_chars": sample_chars,
         "processes": world.size,
     }
     if wanted.minutes is not None:
@@ -328,10 +341,10 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
         device=chosen_device,
         extra=extra,
         minutes=wanted.minutes,
-        choose={"eval_every", "warmup_steps", "dropout"} - wanted.train_fields.keys() - wanted.model_fields.keys(),
+        fit=set(FITTING) - wanted.train_fields.keys() - wanted.model_fields.keys(),
         world=world,
     )
-    return trainer, n_chars
+    return trainer, sample_chars
 
 
 def _resume(name: str, sources: list[str], session: _Session) -> tuple[Trainer, int]:

@@ -54,7 +54,7 @@ class TrainReport:
 
     Args:
         trainer: the run, new or resumed, before its next step.
-        n_chars: characters of the sample that is kept at each evaluation; 0 keeps none.
+        sample_chars: characters of the sample that is kept at each evaluation; 0 keeps none.
         tensorboard: copy the log for TensorBoard.
         profile: tell in the end what the time went to.
         quiet: show nothing.
@@ -64,11 +64,11 @@ class TrainReport:
             stops nothing.
     """
 
-    def __init__(self, trainer: Trainer, n_chars: int, *, tensorboard: bool, profile: bool, quiet: bool) -> None:
+    def __init__(self, trainer: Trainer, sample_chars: int, *, tensorboard: bool, profile: bool, quiet: bool) -> None:
         # All that is shown goes through the notes and the bar, all that is kept through `_attempt` and the copy.
         self._speaks = trainer.world.is_main
         self._trainer = trainer
-        self._n_chars = n_chars if self._speaks else 0
+        self._sample_chars = sample_chars if self._speaks else 0
         self._tensorboard = tensorboard and self._speaks
         self._profile = profile
         self._quiet = quiet or not self._speaks
@@ -108,7 +108,7 @@ class TrainReport:
         self._update_copy()
         self._held_out = report.val_loss
         self._note(_evaluation_line(report, _steps(self._trainer)))
-        if self._n_chars:
+        if self._sample_chars:
             text = self._sample()
             self._attempt(keep_sample, self._trainer.folder, report.step, report.val_loss, report.best, text)
             if not self._bar.disable:
@@ -166,7 +166,7 @@ class TrainReport:
         if trainer.step == 0:
             self._attempt(clear_events, trainer.folder)
             self._attempt(_remove_plot, trainer.folder)
-        elif is_doubtful and self._n_chars:
+        elif is_doubtful and self._sample_chars:
             val_loss = trainer.facts.val_loss
             assert val_loss is not None
             best = trainer.best_step == evaluated
@@ -174,7 +174,7 @@ class TrainReport:
 
     def _sample(self) -> str:
         trainer = self._trainer
-        return sample(trainer.model, trainer.tokenizer, trainer.facts.most_frequent, self._n_chars)
+        return sample(trainer.model, trainer.tokenizer, trainer.facts.most_frequent, self._sample_chars)
 
     def _plot_losses(self) -> None:
         folder = self._trainer.folder
@@ -211,7 +211,8 @@ def _opening(trainer: Trainer) -> str:
         f" {trainer.folder}",
     ]
     if dropout := trainer.model.config.dropout:
-        lines.append(f"all of the text is read about {_times(trainer.passes)}, with a dropout of {dropout:g}")
+        epochs = f"{trainer.epochs:,.0f}" if trainer.epochs >= 10 else f"{trainer.epochs:.2g}"
+        lines.append(f"the training part is read {epochs} times, with a dropout of {dropout:g}")
     if config.ngram_weight and trainer.model.config.vocab_size > MOST_CHARS:
         lines.append(f"with more than {MOST_CHARS} different characters, --ngram-weight has no effect")
     if by_clock and config.steps <= config.warmup_steps:
@@ -232,10 +233,6 @@ def _held_out(n_chars: int, block_size: int, eval_chars: int) -> str:
 def _steps(trainer: Trainer) -> str:
     """How many steps the run takes, as far as that is known."""
     return f"{'' if trainer.planned else 'about '}{trainer.config.steps:,}"
-
-
-def _times(n: float) -> str:
-    return f"{n:.0f} times" if n >= 1.5 else "once"
 
 
 def _count(steps: int) -> str:
@@ -282,7 +279,7 @@ def _summary(trainer: Trainer) -> str:
         config = trainer.config
         warmup = f" --warmup-steps {config.warmup_steps}" if config.warmup_steps != warmup_for(config.steps) else ""
         dropout = trainer.model.config.dropout
-        dropped = f" --dropout {dropout:g}" if dropout != dropout_for(trainer.passes) else ""
+        dropped = f" --dropout {dropout:g}" if dropout != dropout_for(trainer.epochs) else ""
         lines.append(
             f"--steps {config.steps} --eval-every {config.eval_every}{warmup}{dropped} --precision {config.precision}"
             f" instead of --minutes {trainer.minutes:g} repeats this run"
