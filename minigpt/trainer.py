@@ -233,9 +233,13 @@ class Trainer:
         val_ids: Ids,
         *,
         device: torch.device | str = "cpu",
+        extra: dict[str, Any] | None = None,
         world: World = ALONE,
     ) -> Trainer:
         """Goes on with a run from its last checkpoint, loaded with its state.
+
+        Args:
+            extra: replaces what the caller kept beside the state; None leaves it.
 
         Raises:
             CheckpointError: the checkpoint has no training state, or a damaged one.
@@ -259,7 +263,7 @@ class Trainer:
                 train_ids,
                 val_ids,
                 config,
-                dict(values["extra"]),
+                dict(values["extra"]) if extra is None else extra,
                 world,
             )
             trainer.step = _step(values["step"], config.steps)

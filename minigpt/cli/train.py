@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,13 +29,11 @@ from minigpt.config import (
 if TYPE_CHECKING:
     from types import FrameType
 
+    from minigpt.checkpoint import Checkpoint
     from minigpt.cli.train_report import TrainReport
     from minigpt.corpus import Corpus
     from minigpt.parallel import World
     from minigpt.trainer import Trainer
-
-# What a run keeps beside the trainer's own state, so that --resume needs nothing but its name.
-_EXTRA = {"sources": list, "encoding": str, "device": str, "threads": int, "sample_chars": int, "processes": int}
 
 # Ctrl-C, what other programs send, and the end of a terminal, which Windows has no signal for.
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
@@ -245,6 +243,53 @@ class _Session:
 
 
 @dataclass(frozen=True)
+class _Origin:
+    """What a run keeps beside the trainer's own state, so that --resume needs nothing but its name."""
+
+    sources: list[str]
+    encoding: str
+    device: str
+    threads: int
+    sample_chars: int
+    processes: int
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> _Origin:
+        """What `to_json` gave to the trainer that wrote the checkpoint.
+
+        Raises:
+            CheckpointError: it holds no such thing.
+        """
+        from minigpt.errors import CheckpointError
+
+        if checkpoint.state is None:
+            raise CheckpointError(f"{checkpoint.path} holds a model but no training state to resume from")
+        values: Any = checkpoint.state.values.get("extra")
+        try:
+            origin = cls(**values)
+        except TypeError:
+            origin = None
+        if origin is None or not origin._is_sound():
+            raise CheckpointError(f"{checkpoint.path} does not say what it was trained on and how: train a new run")
+        return origin
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def _is_sound(self) -> bool:
+        are_strings = all(isinstance(value, str) for value in (self.encoding, self.device))
+        are_numbers = all(isinstance(value, int) for value in (self.threads, self.sample_chars, self.processes))
+        return (
+            isinstance(self.sources, list)
+            and all(isinstance(source, str) for source in self.sources)
+            and are_strings
+            and are_numbers
+            and self.threads > 0
+            and self.sample_chars >= 0
+        )
+
+
+@dataclass(frozen=True)
 class _NewRun:
     """What a new run is to be."""
 
@@ -320,14 +365,14 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
         # Tried with the threads that it is for. One for all, though each may find another one the faster.
         config = replace(config, precision=world.from_main(lambda: fastest_precision(chosen_device)))
     sample_chars = SAMPLE_CHARS if wanted.sample_chars is None else wanted.sample_chars
-    extra = {
-        "sources": [_absolute(source) for source in wanted.sources],
-        "encoding": wanted.encoding,
-        "device": str(chosen_device),
-        "threads": used_threads,
-        "sample_chars": sample_chars,
-        "processes": world.size,
-    }
+    origin = _Origin(
+        [_absolute(source) for source in wanted.sources],
+        wanted.encoding,
+        str(chosen_device),
+        used_threads,
+        sample_chars,
+        world.size,
+    )
     if wanted.minutes is not None:
         console.notes(session.quiet)(f"measuring how many steps fit into {wanted.minutes:g} min")
     trainer = Trainer.start(
@@ -339,7 +384,7 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
         val_ids,
         config,
         device=chosen_device,
-        extra=extra,
+        extra=origin.to_json(),
         minutes=wanted.minutes,
         fit=set(FITTING) - wanted.train_fields.keys() - wanted.model_fields.keys(),
         world=world,
@@ -351,7 +396,7 @@ def _resume(name: str, sources: list[str], session: _Session) -> tuple[Trainer, 
     """A run to go on with, and the characters of its samples."""
     from minigpt.checkpoint import load
     from minigpt.device import choose_device, set_threads
-    from minigpt.errors import CheckpointError, CorpusError
+    from minigpt.errors import CorpusError
     from minigpt.runs import LAST, find_run
     from minigpt.sources import STDIN
     from minigpt.trainer import Trainer
@@ -362,29 +407,25 @@ def _resume(name: str, sources: list[str], session: _Session) -> tuple[Trainer, 
     folder = world.from_main(lambda: find_run(name))
     session.lock(folder)
     checkpoint = world.from_main(lambda: load(folder / LAST, with_state=True))
-    if checkpoint.state is None:
-        raise CheckpointError(f"{checkpoint.path} holds a model but no training state to resume from")
-    # The trainer goes on with what is changed in it here.
-    extra: Any = checkpoint.state.values.get("extra")
-    if not _is_whole(extra):
-        raise CheckpointError(f"{checkpoint.path} does not say what it was trained on and how: train a new run")
+    origin = _Origin.from_checkpoint(checkpoint)
     # The same device and number of threads, unless told otherwise: with others, sums are rounded otherwise. Another
     # number of processes shares the cores in another way.
-    kept_device = extra["device"] if world.size == 1 else extra["device"].partition(":")[0]
+    kept_device = origin.device if world.size == 1 else origin.device.partition(":")[0]
     chosen_device = choose_device(kept_device if session.device == "auto" else session.device, world)
-    kept_threads = extra["threads"] if extra["processes"] == world.size else None
-    extra |= {
-        "sources": [_absolute(source) for source in sources] or extra["sources"],
-        "device": str(chosen_device),
-        "threads": set_threads(session.threads or kept_threads),
-        "processes": world.size,
-    }
-    _require_files(sources or extra["sources"], world)
-    if STDIN in extra["sources"] and not sources and sys.stdin is not None and sys.stdin.isatty():
+    kept_threads = origin.threads if origin.processes == world.size else None
+    origin = replace(
+        origin,
+        sources=[_absolute(source) for source in sources] or origin.sources,
+        device=str(chosen_device),
+        threads=set_threads(session.threads or kept_threads),
+        processes=world.size,
+    )
+    _require_files(sources or origin.sources, world)
+    if STDIN in origin.sources and not sources and sys.stdin is not None and sys.stdin.isatty():
         raise CorpusError(
             f"{name!r} learnt from standard input, which is gone: pipe the text in again, or name it after --resume"
         )
-    text = _load(sources or extra["sources"], extra["encoding"], None, session)
+    text = _load(sources or origin.sources, origin.encoding, None, session)
     facts = checkpoint.facts
     if text.sha256 != facts.corpus_sha256:
         raise CorpusError(
@@ -392,16 +433,10 @@ def _resume(name: str, sources: list[str], session: _Session) -> tuple[Trainer, 
             " train a new run"
         )
     train_ids, val_ids = text.split(facts.val_fraction, checkpoint.model.config.block_size)
-    trainer = Trainer.resume(folder, checkpoint, train_ids, val_ids, device=chosen_device, world=world)
-    return trainer, extra["sample_chars"]
-
-
-def _is_whole(extra: Any) -> bool:
-    """Whether that is what `_start` keeps beside the trainer's state."""
-    if not isinstance(extra, dict) or not all(isinstance(extra.get(name), kind) for name, kind in _EXTRA.items()):
-        return False
-    are_names = all(isinstance(source, str) for source in extra["sources"])
-    return are_names and extra["threads"] > 0 and extra["sample_chars"] >= 0
+    trainer = Trainer.resume(
+        folder, checkpoint, train_ids, val_ids, device=chosen_device, extra=origin.to_json(), world=world
+    )
+    return trainer, origin.sample_chars
 
 
 def _load(sources: list[str], encoding: str, sha256: str | None, session: _Session) -> Corpus:
