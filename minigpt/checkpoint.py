@@ -7,6 +7,7 @@ training state have the prefix ``state/``. No pickle anywhere.
 
 from __future__ import annotations
 
+import errno
 import json
 import stat
 from collections.abc import Mapping
@@ -108,7 +109,8 @@ def save_checkpoint(
             file.write(content)
     except OSError as error:
         raise CheckpointError(
-            f"cannot write {path}: {error.strerror or error}; what was saved there before is intact"
+            f"cannot write {path}: {error.strerror or error}; what was saved there before is intact:"
+            f" {'free some space' if error.errno == errno.ENOSPC else 'make it writable'}, then go on from it"
         ) from None
 
 

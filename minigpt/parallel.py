@@ -39,12 +39,14 @@ class World:
         rank: the number of this process, from 0.
         size: how many there are.
         local_rank: the number of this process among those on its machine.
+        local_size: how many those are.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, local_size: int = 1) -> None:
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
+        self.local_size = local_size
         # Torch's key-value store, through which processes find each other; None before they have.
         self._store: Any = None
         # Whether this process met an error.
@@ -56,7 +58,10 @@ class World:
         found = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
         if not all(value.isdecimal() for value in found):
             return cls()
-        return cls(*map(int, found))
+        rank, size, local_rank = map(int, found)
+        # Other launchers leave this one out.
+        local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return cls(rank, size, local_rank, int(local_size) if local_size.isdecimal() else size)
 
     @property
     def is_main(self) -> bool:

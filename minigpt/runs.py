@@ -6,8 +6,9 @@ a run would write over.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -39,8 +40,9 @@ def run_folder(name: str) -> Path:
     Raises:
         CheckpointError: the name is empty or means no folder of its own.
     """
-    # Unprintable ones are line breaks, escapes, and bytes that are no text, by which no file can be opened later.
-    if not name.strip() or name in (".", "..") or not name.isprintable():
+    # Unprintable ones are line breaks, escapes, and bytes that are no text, by which no file can be opened later. The
+    # root of all folders has no name.
+    if not name.strip() or name in (".", "..") or not name.isprintable() or not Path(name).name:
         raise CheckpointError(f"{name!r} is not a name for a run: use letters, digits, '-' and '_'")
     return Path(name) if Path(name).name != name else CHECKPOINTS / name
 
@@ -94,6 +96,14 @@ def make_folder(folder: Path) -> None:
         raise _cannot_make(folder, error) from None
 
 
+def remove_run(folder: Path) -> None:
+    """Removes all that a run wrote, as far as that can be done."""
+    for name in (LAST, BEST, LOG, SAMPLES, LOSS_PLOT):
+        with suppress(OSError):
+            (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keeps other processes from training the run, whose folder is made if there is none.
@@ -115,7 +125,9 @@ def locked(folder: Path) -> Iterator[None]:
         # Some network folders know no locks; one process at a time is then up to the user.
         pass
     except OSError as error:
-        raise _cannot_make(folder, error) from None
+        raise CheckpointError(
+            f"cannot write {folder / LOCK}: {error.strerror or error}; make it writable, or choose another --out"
+        ) from None
     try:
         yield
     finally:
@@ -159,11 +171,13 @@ def find_checkpoint(name: str | None = None) -> Path:
 
 
 def find_run(name: str) -> Path:
-    """The folder of a run that can be resumed.
+    """The folder of a run that can be resumed, for its name, its folder, or the file of its newest model.
 
     Raises:
         CheckpointError: there is none; the message lists the runs there are.
     """
+    if Path(name).name == LAST and _is_file(Path(name)):
+        return Path(name).parent
     for folder in _folders(name):
         if _is_file(folder / LAST):
             return folder
@@ -171,7 +185,7 @@ def find_run(name: str) -> Path:
 
 
 def _cannot_make(folder: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"cannot make the run folder {folder}: {error.strerror or error}")
+    return CheckpointError(f"cannot make the run folder {folder}: {error.strerror or error}; choose another --out")
 
 
 def _folders(name: str) -> list[Path]:

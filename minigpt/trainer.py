@@ -137,6 +137,7 @@ class Trainer:
         self._forward = compiled(model, model.lm_head.weight.device)
         # Updates done.
         self.step = 0
+        self._saved_step = 0
         self.best_loss: float | None = None
         self.best_step: int | None = None
         # Of the best model.
@@ -184,7 +185,7 @@ class Trainer:
             CheckpointError: the folder cannot be written.
             ConfigError: the minutes are out of range, the model or its batches do not fit into memory, or the batch is
                 too small for the processes.
-            TrainingError: a first step on trial, which is taken before a run is replaced, has no finite loss.
+            TrainingError: one of two steps on trial, which are taken before a run is replaced, has no finite loss.
             ValueError: the text is too short, or a setting cannot be fitted.
         """
         if unknown := set(fit) - set(FITTING):
@@ -212,8 +213,9 @@ class Trainer:
             trainer.minutes = minutes
             trainer._measure_speed(fit)
         elif world.from_main(lambda: is_run(folder)):
-            # What cannot take a step must not replace a run.
+            # What cannot take a step must not replace a run, nor what has no finite loss after it.
             with trainer._taken_back():
+                trainer._update()
                 trainer._update()
             trainer._forget_laps()
         if "dropout" in fit:
@@ -266,7 +268,7 @@ class Trainer:
                 dict(values["extra"]) if extra is None else extra,
                 world,
             )
-            trainer.step = _step(values["step"], config.steps)
+            trainer.step = trainer._saved_step = _step(values["step"], config.steps)
             if values["best_loss"] is not None:
                 trainer.best_loss, trainer.best_train_loss = (
                     float(values["best_loss"]),
@@ -355,6 +357,11 @@ class Trainer:
             yield self._update()
             self._lap("reporting")
 
+    @property
+    def has_learnt(self) -> bool:
+        """Whether more was saved, by this session or one before, than the model that training began with."""
+        return self._saved_step > 0
+
     def save(self) -> None:
         """Writes the model and all that resuming needs to the run folder, in one step.
 
@@ -365,6 +372,7 @@ class Trainer:
             self._write_last()
         # One that went on to its end before would be a reason for `torchrun` to end the one that writes.
         self.world.wait()
+        self._saved_step = self.step
 
     def _write_last(self) -> None:
         values = {
@@ -548,8 +556,8 @@ class Trainer:
     def _require_finite(self, what: str, value: float) -> None:
         if not math.isfinite(value):
             raise TrainingError(
-                f"the {what} after {self.step:,} steps is {value}; nothing of this step was saved in {self.folder}:"
-                " train again with lower --muon-lr, --adamw-lr and --weight-decay or a longer --warmup-steps"
+                f"the {what} at step {self.step + 1:,} is {value}; nothing of this step was saved in {self.folder}:"
+                " train a new run with lower --muon-lr, --adamw-lr and --weight-decay or a longer --warmup-steps"
             )
 
     def _facts_now(self) -> Facts:

@@ -449,10 +449,14 @@ def test_shares_are_everything_once_and_about_equal(n: int, size: int) -> None:
 
 
 def test_a_world_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     world = World.from_environment()
     assert (world.rank, world.size, world.local_rank, world.is_main) == (5, 8, 1, False)
+    assert world.local_size == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert World.from_environment().local_size == 4
     monkeypatch.delenv("LOCAL_RANK")
     world = World.from_environment()
     assert (world.rank, world.size, world.local_rank, world.is_main) == (0, 1, 0, True)

@@ -76,7 +76,7 @@ def test_a_name_with_a_separator_is_a_path(name: str) -> None:
     assert run_folder(name) == Path(name)
 
 
-@pytest.mark.parametrize("name", ["", " ", "\t\n", ".", "..", "\0", "a\0b"])
+@pytest.mark.parametrize("name", ["", " ", "\t\n", ".", "..", "/", "//", "\0", "a\0b"])
 def test_what_means_no_folder_of_its_own_is_not_a_name(name: str) -> None:
     for look in (run_folder, find_run, find_checkpoint):
         with pytest.raises(CheckpointError, match=r"not a name for a run|there is no run") as caught:
@@ -281,8 +281,10 @@ def test_a_run_without_a_last_checkpoint_cannot_be_resumed() -> None:
     assert str(caught.value).startswith("there is no run 'plays' to resume: the runs here are ")
     with pytest.raises(CheckpointError, match="to resume"):
         find_run("none")
+    # By its newest model, too, but not by another.
+    assert find_run(f"checkpoints/other/{LAST}") == Path("checkpoints/other")
     with pytest.raises(CheckpointError, match="to resume"):
-        find_run(f"checkpoints/other/{LAST}")
+        find_run(f"checkpoints/plays/{BEST}")
 
 
 def test_the_working_directory_may_be_a_run_folder_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -636,7 +636,7 @@ def test_a_loss_that_is_no_number_stops_before_the_update(tmp_path: Path) -> Non
     trainer, steps = at_step(tmp_path / "run", 7)
     poison(trainer)
     weights, files = weights_of(trainer), files_of(tmp_path / "run")
-    with pytest.raises(TrainingError, match=r"the loss after 7 steps is (nan|inf)") as caught:
+    with pytest.raises(TrainingError, match=r"the loss at step 8 is (nan|inf)") as caught:
         next(steps)
     assert str(tmp_path / "run") in str(caught.value)
     assert trainer.step == 7
@@ -649,7 +649,7 @@ def test_a_gradient_that_is_no_number_stops_before_the_update(tmp_path: Path, va
     trainer, steps = at_step(tmp_path / "run", 7)
     trainer.model.norm_f.weight.register_hook(lambda gradient: gradient * value)  # type: ignore[no-untyped-call]
     weights, files = weights_of(trainer), files_of(tmp_path / "run")
-    with pytest.raises(TrainingError, match=r"the gradient norm after 7 steps is (nan|inf)"):
+    with pytest.raises(TrainingError, match=r"the gradient norm at step 8 is (nan|inf)"):
         next(steps)
     assert trainer.step == 7
     assert_same_tensors(weights_of(trainer), weights)

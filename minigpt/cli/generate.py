@@ -85,6 +85,8 @@ def generate(
     if checkpoint is None:
         note(f"from {path.parent.name}, the newest run ({path})")
     loaded = load(path, choose_device(device))
+    if loaded.facts.steps == 0:
+        note(f"{path} has taken no step of training yet: what it writes is noise")
     text = _known_part(text, loaded, skip_unknown, note)
     if seed is None:
         seed = time.time_ns() % 2**32

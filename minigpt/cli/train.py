@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -263,7 +263,9 @@ class _Origin:
         from minigpt.errors import CheckpointError
 
         if checkpoint.state is None:
-            raise CheckpointError(f"{checkpoint.path} holds a model but no training state to resume from")
+            raise CheckpointError(
+                f"{checkpoint.path} holds a model but no training state to resume from: train a new run"
+            )
         values: Any = checkpoint.state.values.get("extra")
         try:
             origin = cls(**values)
@@ -397,7 +399,7 @@ def _resume(name: str, sources: list[str], session: _Session) -> tuple[Trainer, 
     from minigpt.checkpoint import load
     from minigpt.device import choose_device, set_threads
     from minigpt.errors import CorpusError
-    from minigpt.runs import LAST, find_run
+    from minigpt.runs import LAST, find_run, is_there
     from minigpt.sources import STDIN
     from minigpt.trainer import Trainer
 
@@ -421,6 +423,11 @@ def _resume(name: str, sources: list[str], session: _Session) -> tuple[Trainer, 
         processes=world.size,
     )
     _require_files(sources or origin.sources, world)
+    for source in origin.sources:
+        if not sources and Path(source).is_absolute() and not is_there(Path(source)):
+            raise CorpusError(
+                f"{name!r} learnt from {source}, which is gone: name the text, where it is now, after --resume {name}"
+            )
     if STDIN in origin.sources and not sources and sys.stdin is not None and sys.stdin.isatty():
         raise CorpusError(
             f"{name!r} learnt from standard input, which is gone: pipe the text in again, or name it after --resume"
@@ -429,8 +436,8 @@ def _resume(name: str, sources: list[str], session: _Session) -> tuple[Trainer, 
     facts = checkpoint.facts
     if text.sha256 != facts.corpus_sha256:
         raise CorpusError(
-            f"the text ({text.name}) is not the one that {name!r} was trained on ({facts.corpus}): give that text, or"
-            " train a new run"
+            f"the text ({text.name}) is not, or no longer, the one that {name!r} was trained on ({facts.corpus}): name"
+            " that text after --resume, or train a new run"
         )
     train_ids, val_ids = text.split(facts.val_fraction, checkpoint.model.config.block_size)
     trainer = Trainer.resume(
@@ -494,7 +501,7 @@ def _run(trainer: Trainer, report: TrainReport) -> None:
     from minigpt.trainer import EvalReport
 
     alone = trainer.world.size == 1
-    with _StopRequest(report.stopping, alone) as stop, report:
+    with _a_run_or_nothing(trainer), _StopRequest(report.stopping, alone) as stop, report:
         for step in trainer.steps():
             if isinstance(step, EvalReport):
                 report.evaluated(step)
@@ -507,6 +514,20 @@ def _run(trainer: Trainer, report: TrainReport) -> None:
                 report.stopped()
                 raise typer.Exit(128 + asked)
     report.finished()
+
+
+@contextmanager
+def _a_run_or_nothing(trainer: Trainer) -> Iterator[None]:
+    """Leaves no run that failed before anything of it was worth keeping: the newest run is what others go on from."""
+    from minigpt.errors import TrainingError
+    from minigpt.runs import remove_run
+
+    try:
+        yield
+    except TrainingError:
+        if trainer.world.is_main and not trainer.has_learnt:
+            remove_run(trainer.folder)
+        raise
 
 
 class _StopRequest:

@@ -30,6 +30,8 @@ from minigpt.trainer import COUNTING, EVALUATION_PHASES, UPDATE_PHASES, EvalRepo
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+    from minigpt.parallel import World
+
 # Characters of the sample that is shown at evaluations on a terminal; the file has more.
 SHOWN_CHARS = 160
 # Columns of longer sentences: they fit every terminal.
@@ -41,6 +43,8 @@ _ADVICE = {
     " check the settings that differ from the preset's, or give a text in which characters come again",
     Fit.OVERFITTING: "it learns its text by heart (overfitting): more text would help most, else a smaller model, more"
     " --dropout, or fewer --steps (a smaller --eval-every with --patience 2 finds out how many)",
+    Fit.FITTING: "it has learnt about what a model of its size can learn from this text: more text or a larger --preset"
+    " would help most",
     Fit.UNDERFITTING: "it could learn more from this text (underfitting): train longer (--minutes or --steps), or with"
     " a larger --preset",
 }
@@ -123,7 +127,7 @@ class TrainReport:
         self._bar.close()
         self._attempt(self._plot_losses)
         self._note_profile()
-        again = f"minigpt train --resume {_quoted(self._trainer.folder)}"
+        again = f"{_program(self._trainer.world)} train --resume {_quoted(self._trainer.folder)}"
         self._note(f"stopped and saved after step {self._trainer.step:,}; go on with: {again}")
 
     def finished(self) -> None:
@@ -196,7 +200,7 @@ def _opening(trainer: Trainer) -> str:
     facts, config = trainer.facts, trainer.config
     if trainer.finished:
         why = " and ran out of --patience" if trainer.step < config.steps else ""
-        return f"this run has taken its {trainer.step:,} steps already{why}"
+        return f"this run has taken its {_count(trainer.step)} already{why}"
     plural = "step" if config.steps == 1 else "steps"
     precision = "" if config.precision == "float32" else f", in {config.precision}"
     resumed = f", {trainer.step:,} of them done" if trainer.step else ""
@@ -235,6 +239,15 @@ def _steps(trainer: Trainer) -> str:
     return f"{'' if trainer.planned else 'about '}{trainer.config.steps:,}"
 
 
+def _rounds(patience: int) -> str:
+    return "one evaluation was" if patience == 1 else f"{patience} evaluations in a row were"
+
+
+def _program(world: World) -> str:
+    """What starts as many processes again."""
+    return "minigpt" if world.size == 1 else f"torchrun --nproc-per-node {world.local_size} -m minigpt"
+
+
 def _count(steps: int) -> str:
     return f"{steps:,} step{'' if steps == 1 else 's'}"
 
@@ -265,7 +278,7 @@ def _summary(trainer: Trainer) -> str:
     if trainer.step < trainer.config.steps:
         lines += [
             f"stopped early, {_count(trainer.config.steps - trainer.step)} before the end:",
-            f"{trainer.config.patience} evaluations in a row were not better than that of step {best_step:,}",
+            f"{_rounds(trainer.config.patience)} not better than that of step {best_step:,}",
         ]
     kept = "best and last model" if best_step == trainer.step else "best model, which is kept"
     if not (trainer.folder / BEST).exists():
@@ -293,7 +306,7 @@ def _advice(trainer: Trainer) -> list[str]:
     facts = trainer.facts
     assert facts.train_loss is not None and facts.val_loss is not None and trainer.best_loss is not None
     fit = judge(facts.train_loss, facts.val_loss, trainer.best_loss, math.log(trainer.model.config.vocab_size))
-    return textwrap.wrap(_ADVICE.get(fit, ""), PROSE_WIDTH, break_on_hyphens=False)
+    return textwrap.wrap(_ADVICE[fit], PROSE_WIDTH, break_on_hyphens=False)
 
 
 def _profile(stopwatch: Stopwatch) -> str:
