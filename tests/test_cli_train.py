@@ -35,12 +35,7 @@ from tests.cli_support import LINES, SHAPE, SMALL, TEXT, Outcome, Program, Termi
 # A moment's work on harbour.txt.
 QUICK = ("harbour.txt", *SMALL, "--steps", "4", "--eval-every", "2")
 
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test works in a folder of its own, with one text in it."""
-    monkeypatch.chdir(tmp_path)
-    Path("harbour.txt").write_text(TEXT, encoding="utf-8")
+pytestmark = pytest.mark.usefixtures("own_text")
 
 
 def train(*options: str | Path, stdin: str | bytes | None = None) -> Outcome:

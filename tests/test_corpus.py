@@ -27,11 +27,7 @@ from minigpt.tokenizer import CharTokenizer
 
 PLAY = "MARGIT: The tide, the tide!\nOLE: It comes.\n"
 
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test keeps in `data` lands in its own folder."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def write(name: str, content: str | bytes) -> str:

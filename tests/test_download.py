@@ -18,11 +18,12 @@ CONTENT = b"OLE: The tide, the tide!\n"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 FOLDER = Path("new/data")
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 
 @pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    # No proxy stands before 127.0.0.1.
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No proxy stands before 127.0.0.1."""
     monkeypatch.setenv("no_proxy", "*")
 
 

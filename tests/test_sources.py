@@ -22,10 +22,7 @@ from minigpt.sources import bundled_text, open_text, read_text
 
 PLAY = "MARGIT: The tide, the tide!\nOLE: It comes.\n"
 
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def write(name: str, content: str | bytes) -> str:
