@@ -1,4 +1,4 @@
-"""What the tests share: folders of their own, small models in float64 whose every weight is random, ids to feed them."""
+"""What the tests share: folders of their own, small float64 models whose every weight is random, ids to feed them."""
 
 from __future__ import annotations
 
