@@ -495,7 +495,11 @@ def test_the_callers_own_values_are_kept_through_saves_and_resumes(tmp_path: Pat
 # Damaged states
 
 
-def damaged(folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> Checkpoint:
+Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
+
+
+def damaged(folder: Path, change: Change) -> Checkpoint:
+    """The last checkpoint of a run, with a state that was changed."""
     checkpoint = load(folder / LAST, with_state=True)
     assert checkpoint.state is not None
     values, tensors = json.loads(json.dumps(checkpoint.state.values)), dict(checkpoint.state.tensors)
@@ -503,11 +507,12 @@ def damaged(folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], 
     return replace(checkpoint, state=TrainingState(values, tensors))
 
 
-def assert_refused(reference: Reference, change: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> None:
+def assert_refused(reference: Reference, words: str, change: Change) -> None:
+    """A run that was saved after step 8 is refused with one sentence, which names its file and what is wrong."""
     checkpoint = damaged(reference.saved[8], change)
     with pytest.raises(CheckpointError) as caught:
         Trainer.resume(reference.saved[8], checkpoint, TRAIN_IDS, VAL_IDS)
-    assert str(checkpoint.path) in str(caught.value)
+    assert f"the training state in {checkpoint.path} is damaged ({words}): " in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -528,42 +533,53 @@ STATE_VALUES = [
 
 @pytest.mark.parametrize("name", STATE_VALUES)
 def test_a_state_that_lacks_a_value_is_refused(reference: Reference, name: str) -> None:
-    assert_refused(reference, lambda values, _: values.pop(name))
+    assert_refused(reference, f"it lacks '{name}'", lambda values, _: values.pop(name))
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "words"),
     [
-        ("config", None),
-        ("config", {"steps": 0}),
-        ("config", {"stepz": 10}),
-        ("step", "six"),
-        ("step", None),
-        ("elapsed_s", []),
-        ("losses", 3),
-        ("losses", [None]),
-        ("losses", ["low"]),
-        ("best_train_loss", "low"),
-        ("minutes", "a few"),
-        ("minutes", -4),
-        ("stopwatch", {"forward": ["one", 0.5]}),
+        ("config", None, "settings must be a JSON object, not NoneType"),
+        ("config", {"steps": 0}, "steps=0 must be at least 1"),
+        ("config", {"stepz": 10}, "unknown setting 'stepz': it was written by another version of minigpt"),
+        ("step", "six", "step 'six' is not one of 23"),
+        ("step", None, "step None is not one of 23"),
+        ("elapsed_s", [], "float() argument must be a string or a real number, not 'list'"),
+        ("losses", 3, "'int' object is not iterable"),
+        ("losses", [None], "float() argument must be a string or a real number, not 'NoneType'"),
+        ("losses", ["low"], "could not convert string to float: 'low'"),
+        ("best_train_loss", "low", "could not convert string to float: 'low'"),
+        ("minutes", "a few", "could not convert string to float: 'a few'"),
+        ("minutes", -4, "minutes=-4 must be more than 0 and at most a year (527,040)"),
+        ("stopwatch", {"forward": ["one", 0.5]}, "invalid literal for int() with base 10: 'one'"),
     ],
 )
-def test_a_state_with_a_wrong_value_is_refused(reference: Reference, name: str, value: Any) -> None:
-    assert_refused(reference, lambda values, _: values.update({name: value}))
+def test_a_state_with_a_wrong_value_is_refused(reference: Reference, name: str, value: Any, words: str) -> None:
+    assert_refused(reference, words, lambda values, _: values.update({name: value}))
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("step", 24), ("step", -1), ("best_loss", "low"), ("losses", []), ("extra", None), ("evaluated_step", "five")],
+    ("name", "value", "words"),
+    [
+        ("step", 24, "step 24 is not one of 23"),
+        ("step", -1, "step -1 is not one of 23"),
+        ("best_loss", "low", "could not convert string to float: 'low'"),
+        ("losses", [], "it has 0 losses"),
+        ("extra", None, "'NoneType' object is not iterable"),
+        ("evaluated_step", "five", "step 'five' is not one of 8"),
+    ],
 )
-def test_a_state_with_a_value_that_cannot_be_is_refused(reference: Reference, name: str, value: Any) -> None:
-    assert_refused(reference, lambda values, _: values.update({name: value}))
+def test_a_state_with_a_value_that_cannot_be_is_refused(
+    reference: Reference, name: str, value: Any, words: str
+) -> None:
+    assert_refused(reference, words, lambda values, _: values.update({name: value}))
 
 
 def test_a_state_without_its_tensors_is_refused(reference: Reference) -> None:
-    assert_refused(reference, lambda _, tensors: tensors.clear())
-    assert_refused(reference, lambda _, tensors: tensors.update({"norm_f.weight/exp_avg": torch.zeros(3)}))
+    missing = "optimizer state 'blocks.0.attn.qkv.weight/momentum' is missing, expected (48, 16)"
+    assert_refused(reference, missing, lambda _, tensors: tensors.clear())
+    misshapen = "optimizer state 'norm_f.weight/exp_avg' has shape (3,), expected (16,)"
+    assert_refused(reference, misshapen, lambda _, tensors: tensors.update({"norm_f.weight/exp_avg": torch.zeros(3)}))
 
 
 def test_a_model_without_a_state_cannot_be_resumed(reference: Reference) -> None:
