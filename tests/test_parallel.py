@@ -32,8 +32,7 @@ from torch.distributed.run import get_args_parser
 from minigpt import cli
 from minigpt.checkpoint import Facts, load
 from minigpt.config import GPTConfig, TrainConfig
-from minigpt.device import choose_device
-from minigpt.errors import ConfigError, DeviceError
+from minigpt.errors import ConfigError
 from minigpt.evaluation import window_loss
 from minigpt.model import GPT
 from minigpt.parallel import ALONE, World
@@ -517,16 +516,3 @@ def test_the_windows_of_all_processes_make_the_loss_of_one(size: int) -> None:
     # Seven windows: of nine processes two have none.
     assert sum(parts) == pytest.approx(window_loss(model, ids), rel=1e-12)
     assert sum(part == 0 for part in parts) == max(0, size - 7)
-
-
-def test_each_process_has_a_gpu_of_its_own() -> None:
-    with (
-        mock.patch.object(torch.cuda, "is_available", lambda: True),
-        mock.patch.object(torch.cuda, "device_count", lambda: 2),
-    ):
-        assert choose_device("auto", World(5, 8, 1)) == torch.device("cuda:1")
-        assert choose_device("cpu", World(5, 8, 1)) == torch.device("cpu")
-        with pytest.raises(DeviceError, match="has 2 CUDA devices"):
-            choose_device("cuda", World(2, 4, 2))
-        with pytest.raises(DeviceError, match="--device cuda:1 cannot be shared by 4 processes"):
-            choose_device("cuda:1", World(2, 4, 0))
