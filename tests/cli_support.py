@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import re
@@ -223,6 +224,13 @@ class Terminal:
             data = b""
         self.screen += data.decode("utf-8", "replace")
         return bool(data)
+
+
+class Screen(io.StringIO):
+    """A stream in this process that passes for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def unstyled(screen: str) -> str:

@@ -6,7 +6,6 @@ of `torchrun` itself, which takes seconds.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -26,7 +25,6 @@ import numpy as np
 import pytest
 import torch
 import typer
-from safetensors.torch import load_file
 from torch.distributed.run import get_args_parser
 
 from minigpt import cli
@@ -41,6 +39,7 @@ from minigpt.sources import bundled_text
 from minigpt.tokenizer import CharTokenizer
 from minigpt.trainer import Trainer
 from tests.cli_support import PATIENCE_S, SHAPE, Program, as_in_a_shell, run
+from tests.run_support import assert_same_run, log_of, samples_of, wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
 
@@ -120,13 +119,6 @@ def finished(folder: Path, *arguments: str | Path) -> list[Rank]:
     return ranks
 
 
-def wait_until(is_there: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not is_there():
-        assert time.monotonic() < until
-        time.sleep(0.002)
-
-
 def has_come_to(step: int, folder: Path) -> Callable[[], bool]:
     """Whether a run has logged that step; what it did before is in its folder."""
     return lambda: (folder / LOG).is_file() and f'"step": {step},' in (folder / LOG).read_text("utf-8")
@@ -154,18 +146,6 @@ def torchrun(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
             stream.close()
 
 
-def log_of(folder: Path) -> list[dict[str, Any]]:
-    """The log without how long it took."""
-    lines = (folder / LOG).read_text(encoding="utf-8").splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key != "elapsed_s"} for line in lines]
-
-
-def samples_of(folder: Path) -> list[tuple[str, str]]:
-    """Heading and text of each sample that a run kept."""
-    parts = re.split(r"^(step .*)\n", (folder / SAMPLES).read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return list(zip(parts[1::2], parts[2::2], strict=True))
-
-
 def assert_same_losses(found: Path, expected: Path, *, up_to: int) -> None:
     """The logs agree to 1e-4 up to a step: ten times the rounding that grew in float32 when this was written."""
     logs = [[line for line in log_of(folder) if line["step"] <= up_to] for folder in (found, expected)]
@@ -173,16 +153,6 @@ def assert_same_losses(found: Path, expected: Path, *, up_to: int) -> None:
     for line, other in zip(*logs, strict=True):
         for name in ("train_loss", "val_loss", "batch_loss", "lr_factor"):
             assert line.get(name, 0) == pytest.approx(other.get(name, 0), abs=1e-4), (line, other)
-
-
-def assert_same_run(found: Path, expected: Path) -> None:
-    """Weights, optimizer state and losses are the same to the last bit."""
-    for name in (BEST, LAST):
-        tensors, others = load_file(found / name), load_file(expected / name)
-        assert tensors.keys() == others.keys()
-        assert all(torch.equal(tensors[key], others[key]) for key in tensors)
-    assert log_of(found) == log_of(expected)
-    assert samples_of(found) == samples_of(expected)
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +206,7 @@ def test_one_of_them_speaks_and_writes(alone: Path, together: Job) -> None:
 
 def test_each_evaluation_leaves_one_sample_the_one_that_a_process_alone_leaves(alone: Path, together: Job) -> None:
     found = samples_of(together.folder)
-    assert [int(heading.split()[1].rstrip(":")) for heading, _ in found] == [20, 40, 60, 80]
+    assert [step for step, _, _ in found] == [20, 40, 60, 80]
     # Those of the first 50 steps: later, rounding may have grown enough for another draw.
     assert found[:2] == samples_of(alone)[:2]
 
@@ -260,7 +230,7 @@ def test_torchrun_told_to_stop_saves_and_says_all_once(text: Path, tmp_path: Pat
     assert state is not None
     assert state.values["step"] == int(step.replace(",", "")) >= 30
     evaluated = [line["step"] for line in log_of(folder) if "val_loss" in line]
-    assert [int(heading.split()[1].rstrip(":")) for heading, _ in samples_of(folder)] == evaluated
+    assert [step for step, _, _ in samples_of(folder)] == evaluated
 
 
 def test_a_run_goes_on_with_two_processes_and_then_with_one(text: Path, alone: Path, tmp_path: Path) -> None:
