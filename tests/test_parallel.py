@@ -32,6 +32,7 @@ from minigpt.checkpoint import Facts, load
 from minigpt.config import GPTConfig, TrainConfig
 from minigpt.errors import ConfigError
 from minigpt.evaluation import window_loss
+from minigpt.history import Line
 from minigpt.model import GPT
 from minigpt.parallel import ALONE, World
 from minigpt.runs import BEST, LAST, LOG, SAMPLES
@@ -237,9 +238,9 @@ def test_a_run_goes_on_with_two_processes_and_then_with_one(text: Path, alone: P
     folder = tmp_path / "run"
     ordinary = Trainer._log
 
-    def stop_at_30(self: Trainer, **values: Any) -> None:
-        ordinary(self, **values)
-        if values["step"] == 30:
+    def stop_at_30(self: Trainer, line: Line) -> None:
+        ordinary(self, line)
+        if line.step == 30:
             signal.raise_signal(signal.SIGTERM)
 
     with mock.patch.object(Trainer, "_log", stop_at_30):
