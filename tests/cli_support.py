@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from typer.testing import CliRunner
 import minigpt
 from minigpt.checkpoint import Checkpoint
 from minigpt.cli import app, main
+from tests.fault_support import arrange
 
 # Words that Rich would take for markup, and characters beyond ASCII; no two lines alike.
 LINES = (
@@ -157,7 +159,14 @@ def as_in_a_shell() -> dict[str, Any]:
     kept = {name: value for name, value in os.environ.items() if name not in noise}
     here = str(Path(minigpt.__file__).parent.parent)
     return {
-        "env": {**kept, "PYTHONPATH": here, "OMP_NUM_THREADS": "1", "TERM": "xterm", "LC_ALL": "C.UTF-8"},
+        "env": {
+            **kept,
+            "PYTHONPATH": here,
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "TERM": "xterm",
+            "LC_ALL": "C.UTF-8",
+        },
         "timeout": PATIENCE_S,
     }
 
@@ -167,13 +176,27 @@ class Program:
 
     Args:
         stdin, stdout, stderr: file descriptors; they stay open here.
+        folder: where it is started instead.
         env: variables of the environment that it has besides those of the tests.
+        fault: what is to happen to it, see `fault_support.arrange`.
     """
 
     def __init__(
-        self, *arguments: str, stdin: int, stdout: int, stderr: int, env: dict[str, str] | None = None
+        self,
+        *arguments: str,
+        stdin: int,
+        stdout: int,
+        stderr: int,
+        folder: Path | None = None,
+        env: dict[str, str] | None = None,
+        fault: dict[str, Any] | None = None,
     ) -> None:
-        request = {"arguments": arguments, "folder": str(Path.cwd()), "env": env or {}}
+        request = {
+            "arguments": arguments,
+            "folder": str(folder or Path.cwd()),
+            "env": env or {},
+            "fault": fault or {},
+        }
         self.pid: int = _launcher().ask(request, [stdin, stdout, stderr])
 
     def interrupt(self) -> None:
@@ -225,6 +248,13 @@ class Terminal:
         return bool(data)
 
 
+class Screen(io.StringIO):
+    """A stream in this process that passes for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def unstyled(screen: str) -> str:
     """What a terminal was sent, without the codes that colour text and move the cursor."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen).replace("\r\n", "\n")
@@ -238,7 +268,7 @@ class _Launcher:
         self._socket.settimeout(PATIENCE_S)
         options = as_in_a_shell()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.cli_support", str(theirs.fileno()), str(trained() / "best.safetensors")],
+            [sys.executable, "-m", "tests.cli_support", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env=options["env"],
@@ -269,15 +299,17 @@ def _launch(connection: socket.socket) -> None:
             answer = os.fork()
             if answer == 0:
                 connection.close()
-                os.environ.update(request["env"])
-                _become(request["arguments"], request["folder"], descriptors)
+                _become(**request, descriptors=descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
         connection.send(json.dumps(answer).encode())
 
 
-def _become(arguments: list[str], folder: str, descriptors: list[int]) -> None:
-    """Becomes ``python -m minigpt`` with these arguments and streams, and ends as that does."""
+def _become(
+    arguments: list[str], folder: str, env: dict[str, str], fault: dict[str, Any], descriptors: list[int]
+) -> None:
+    """Becomes ``python -m minigpt`` with these arguments and streams, and ends as that does unless a fault ends it."""
+    os.environ.update(env)
     os.chdir(folder)
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
@@ -290,6 +322,8 @@ def _become(arguments: list[str], folder: str, descriptors: list[int]) -> None:
     )
     # What started the tests may have switched it off.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if fault:
+        arrange(**fault)
     sys.argv = ["minigpt", *arguments]
     main()
 
@@ -297,7 +331,7 @@ def _become(arguments: list[str], folder: str, descriptors: list[int]) -> None:
 if __name__ == "__main__":
     # Imported for the loss curve of a run where it is installed.
     with contextlib.suppress(ImportError):
-        import matplotlib.backends.backend_svg  # noqa: F401
+        import matplotlib.backends.backend_svg
+        import matplotlib.figure  # noqa: F401
 
-    minigpt.load(sys.argv[2])
     _launch(socket.socket(fileno=int(sys.argv[1])))

@@ -1,9 +1,10 @@
-"""What the tests share: small models in float64 whose every weight is random, and ids to feed them."""
+"""What the tests share: folders of their own, small float64 models whose every weight is random, ids to feed them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,31 @@ settings.register_profile("seeded", derandomize=True, deadline=None)
 settings.load_profile("seeded")
 # Matrices this small gain nothing from threads, which wait on each other for long where a machine is busy.
 torch.set_num_threads(1)
+# A check of theirs that fails tells its values, as those of the tests do.
+pytest.register_assert_rewrite("tests.run_support", "tests.source_support")
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a folder of the test's own the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def own_text(own_folder: None) -> None:
+    """A folder of the test's own with one text in it, harbour.txt."""
+    # Here, since few tests are of the command line.
+    from tests.cli_support import TEXT
+
+    Path("harbour.txt").write_text(TEXT, encoding="utf-8")
+
+
+@pytest.fixture
+def own_run(own_folder: None) -> None:
+    """A folder of the test's own with one run, harbour, and its text in it."""
+    from tests.cli_support import place
+
+    place("harbour")
 
 
 @cache

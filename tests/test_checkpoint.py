@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -28,6 +27,8 @@ from minigpt.config import GPTConfig
 from minigpt.errors import CheckpointError
 from minigpt.model import GPT
 from minigpt.tokenizer import CharTokenizer
+from tests.model_support import random_model
+from tests.run_support import metadata_of, names_in
 
 CHARS = "\n abc"
 SHAPE = GPTConfig(vocab_size=len(CHARS), n_layer=2, n_head=2, n_embd=8, block_size=8, window=4, dropout=0.25)
@@ -52,31 +53,16 @@ STATE = TrainingState(
 IDX = torch.tensor([[0, 1, 2, 3, 4, 3, 2, 1, 0, 4, 4, 4]])
 
 
-def random_model(seed: int = 0, config: GPTConfig = SHAPE) -> GPT:
-    generator = torch.Generator().manual_seed(seed)
-    model = GPT(config, generator)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(std=0.5, generator=generator)
-    return model.eval()
-
-
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
     """A whole checkpoint with a training state."""
     path = tmp_path / "good.safetensors"
-    save_checkpoint(path, random_model(), CharTokenizer(CHARS), FACTS, STATE)
+    save_checkpoint(path, random_model(SHAPE), CharTokenizer(CHARS), FACTS, STATE)
     return path
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
     return load_file(path)
-
-
-def metadata_of(path: Path) -> dict[str, str]:
-    with safe_open(path, framework="pt") as file:
-        metadata: dict[str, str] = file.metadata()
-    return metadata
 
 
 def write_bad(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> Path:
@@ -137,7 +123,7 @@ def assert_loads_as(path: Path, model: GPT) -> None:
 def test_a_loaded_model_gives_the_same_logits_to_the_last_bit(good: Path) -> None:
     checkpoint = load(good)
     with torch.inference_mode():
-        assert torch.equal(checkpoint.model(IDX), random_model()(IDX))
+        assert torch.equal(checkpoint.model(IDX), random_model(SHAPE)(IDX))
     assert checkpoint.model.config == SHAPE
     assert checkpoint.path == good
 
@@ -146,11 +132,11 @@ def test_a_loaded_model_is_ready_to_generate_and_to_be_trained(good: Path) -> No
     model = load(good).model
     assert not any(module.training for module in model.modules())
     assert all(param.requires_grad and param.dtype == torch.float32 for param in model.parameters())
-    assert list(model.state_dict()) == list(random_model().state_dict())
+    assert list(model.state_dict()) == list(random_model(SHAPE).state_dict())
 
 
 def test_bits_that_are_hard_to_print_survive(good: Path) -> None:
-    model = random_model()
+    model = random_model(SHAPE)
     special = torch.tensor([0.0, -0.0, 1e-45, 3.4e38, 1 / 3, -1e-38, torch.pi, 0.1])
     with torch.no_grad():
         model.norm_f.weight.copy_(special)
@@ -176,7 +162,7 @@ def test_bits_that_are_hard_to_print_survive(good: Path) -> None:
 def test_any_characters_come_back_in_their_order(tmp_path: Path, chars: str) -> None:
     path = tmp_path / "m.safetensors"
     config = GPTConfig(vocab_size=len(chars), n_layer=1, n_head=1, n_embd=2, block_size=2, window=1)
-    save_checkpoint(path, random_model(0, config), CharTokenizer(chars), FACTS)
+    save_checkpoint(path, random_model(config), CharTokenizer(chars), FACTS)
     tokenizer = load(path).tokenizer
     assert tokenizer.chars == chars
     assert tokenizer.decode(tokenizer.encode(chars)) == chars
@@ -185,7 +171,7 @@ def test_any_characters_come_back_in_their_order(tmp_path: Path, chars: str) -> 
 def test_facts_come_back_as_they_were(good: Path) -> None:
     assert load(good).facts == FACTS
     unmeasured = Facts("c", "0" * 64, 2, 0.5, "a")
-    save_checkpoint(good, random_model(), CharTokenizer(CHARS), unmeasured)
+    save_checkpoint(good, random_model(SHAPE), CharTokenizer(CHARS), unmeasured)
     assert load(good).facts == unmeasured
 
 
@@ -204,12 +190,12 @@ def test_the_training_state_comes_back_where_it_is_asked_for(good: Path) -> None
 
 
 def test_a_file_without_a_training_state_says_so_by_none(good: Path) -> None:
-    save_checkpoint(good, random_model(), CharTokenizer(CHARS), FACTS)
+    save_checkpoint(good, random_model(SHAPE), CharTokenizer(CHARS), FACTS)
     assert load(good, with_state=True).state is None
 
 
 def test_an_empty_training_state_is_not_none(good: Path) -> None:
-    save_checkpoint(good, random_model(), CharTokenizer(CHARS), FACTS, TrainingState({}))
+    save_checkpoint(good, random_model(SHAPE), CharTokenizer(CHARS), FACTS, TrainingState({}))
     assert load(good, with_state=True).state == TrainingState({}, {})
 
 
@@ -217,7 +203,7 @@ def test_an_empty_training_state_is_not_none(good: Path) -> None:
 def test_a_text_without_a_prompt_starts_at_a_line_or_from_the_most_frequent_character(
     tmp_path: Path, chars: str, start: str
 ) -> None:
-    checkpoint = Checkpoint(tmp_path, random_model(), CharTokenizer(chars), FACTS)
+    checkpoint = Checkpoint(tmp_path, random_model(SHAPE), CharTokenizer(chars), FACTS)
     assert checkpoint.start == start
 
 
@@ -228,7 +214,7 @@ def test_a_checkpoint_is_an_ordinary_safetensors_file_with_the_documented_parts(
     assert json.loads(metadata["config"]) == asdict(SHAPE)
     assert json.loads(metadata["chars"]) == CHARS
     assert json.loads(metadata["facts"]) == asdict(FACTS)
-    names = set(random_model().state_dict()) | {"state/wte.weight/exp_avg", "state/wte.weight/step"}
+    names = set(random_model(SHAPE).state_dict()) | {"state/wte.weight/exp_avg", "state/wte.weight/step"}
     assert set(tensors_of(good)) == names
 
 
@@ -240,7 +226,7 @@ def test_a_loaded_model_does_not_care_what_becomes_of_its_file(good: Path) -> No
     good.unlink()
     assert all(
         torch.equal(found, expected)
-        for found, expected in zip(checkpoint.model.parameters(), random_model().parameters(), strict=True)
+        for found, expected in zip(checkpoint.model.parameters(), random_model(SHAPE).parameters(), strict=True)
     )
     assert checkpoint.state is not None
     assert torch.equal(checkpoint.state.tensors["wte.weight/exp_avg"], STATE.tensors["wte.weight/exp_avg"])
@@ -249,14 +235,14 @@ def test_a_loaded_model_does_not_care_what_becomes_of_its_file(good: Path) -> No
 def test_a_model_may_be_saved_over_the_file_that_it_was_loaded_from(good: Path) -> None:
     checkpoint = load(good)
     save_checkpoint(good, checkpoint.model, checkpoint.tokenizer, checkpoint.facts)
-    assert_loads_as(good, random_model())
+    assert_loads_as(good, random_model(SHAPE))
 
 
 def test_saving_leaves_the_model_alone(tmp_path: Path) -> None:
-    model = random_model().train()
+    model = random_model(SHAPE).train()
     save_checkpoint(tmp_path / "m.safetensors", model, CharTokenizer(CHARS), FACTS)
     assert model.training
-    for found, expected in zip(model.parameters(), random_model().parameters(), strict=True):
+    for found, expected in zip(model.parameters(), random_model(SHAPE).parameters(), strict=True):
         assert torch.equal(found, expected)
 
 
@@ -285,7 +271,7 @@ class _Planted:
 
 def zip_of_torch() -> bytes:
     stream = io.BytesIO()
-    torch.save(random_model().state_dict(), stream)
+    torch.save(random_model(SHAPE).state_dict(), stream)
     return stream.getvalue()
 
 
@@ -486,7 +472,7 @@ def test_facts_of_a_wrong_type_are_refused(good: Path, changes: dict[str, Any]) 
     refusal(with_json(good, "facts", **changes))
 
 
-NAMES = sorted(random_model().state_dict())
+NAMES = sorted(random_model(SHAPE).state_dict())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -571,11 +557,7 @@ def no_space() -> OSError:
 
 
 def save_other(path: Path) -> None:
-    save_checkpoint(path, random_model(1), CharTokenizer(CHARS), FACTS)
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    save_checkpoint(path, random_model(SHAPE, 1), CharTokenizer(CHARS), FACTS)
 
 
 class _HalfWritten(io.BufferedWriter):
@@ -637,7 +619,7 @@ def test_a_failure_after_the_file_was_replaced_leaves_the_new_one_whole(
         with pytest.raises(KeyboardInterrupt):
             save_other(good)
     monkeypatch.undo()
-    assert_loads_as(good, random_model(1))
+    assert_loads_as(good, random_model(SHAPE, 1))
     assert names_in(good.parent) == ["good.safetensors"]
 
 
@@ -665,7 +647,7 @@ def test_what_a_killed_write_left_behind_is_no_hindrance(good: Path) -> None:
     # A name of its own beside the target: a rename across file systems would not be one step.
     good.with_name(".good.safetensors.partial").write_bytes(b"half a mod")
     save_other(good)
-    assert_loads_as(good, random_model(1))
+    assert_loads_as(good, random_model(SHAPE, 1))
     assert names_in(good.parent) == ["good.safetensors"]
 
 
@@ -675,7 +657,7 @@ def test_a_folder_that_is_not_there_or_is_a_file_cannot_be_written(good: Path) -
             save_other(path)
         assert str(path) in str(caught.value)
     assert names_in(good.parent) == ["good.safetensors"]
-    assert_loads_as(good, random_model())
+    assert_loads_as(good, random_model(SHAPE))
 
 
 def test_a_folder_in_the_place_of_the_file_cannot_be_written(tmp_path: Path) -> None:
@@ -716,13 +698,13 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(mounted: Callable[...,
     path = folder / "m.safetensors"
     path.write_bytes(good.read_bytes())
     with pytest.raises(CheckpointError, match="No space left on device"):
-        save_checkpoint(path, random_model(1), CharTokenizer(CHARS), FACTS, STATE)
+        save_checkpoint(path, random_model(SHAPE, 1), CharTokenizer(CHARS), FACTS, STATE)
     assert path.read_bytes() == good.read_bytes()
     assert names_in(folder) == ["m.safetensors"]
     # And the room is not lost.
     path.unlink()
     save_other(path)
-    assert_loads_as(path, random_model(1))
+    assert_loads_as(path, random_model(SHAPE, 1))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts as Linux does")
@@ -734,8 +716,8 @@ def test_a_folder_that_may_only_be_read_can_be_loaded_from_and_not_written(
     (source / "m.safetensors").write_bytes(good.read_bytes())
     folder = mounted("--bind", str(source))
     mounted("-o", "remount,ro,bind")
-    assert_loads_as(folder / "m.safetensors", random_model())
+    assert_loads_as(folder / "m.safetensors", random_model(SHAPE))
     with pytest.raises(CheckpointError, match="Read-only file system"):
         save_other(folder / "m.safetensors")
-    assert_loads_as(folder / "m.safetensors", random_model())
+    assert_loads_as(folder / "m.safetensors", random_model(SHAPE))
     assert names_in(folder) == ["m.safetensors"]

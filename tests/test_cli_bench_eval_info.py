@@ -26,7 +26,6 @@ from tests.cli_support import (
     TEXT,
     Outcome,
     Terminal,
-    place,
     run,
     trained,
     trained_checkpoint,
@@ -37,12 +36,7 @@ EVAL_KEYS = {"characters", "nats_per_char", "bits_per_char", "perplexity", "unkn
 # The last tenth of the text, rounded up.
 HELD_OUT = TEXT[len(TEXT) * 9 // 10 :]
 
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test works in a folder of its own, with one run and its text in it."""
-    monkeypatch.chdir(tmp_path)
-    place("harbour")
+pytestmark = pytest.mark.usefixtures("own_run")
 
 
 # bench

@@ -34,12 +34,7 @@ QUICK = (*SMALL, "--steps", "1", "-q")
 # Names that would break a line, colour a terminal, turn the text round or be taken for markup.
 ODD_NAMES = ["two\nlines", "\x1b[31mred", "return\rline", "[bold]x[red]", "\u202eright", "a b", "\x9b31m"]
 
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test works in a folder of its own, with one text in it."""
-    monkeypatch.chdir(tmp_path)
-    Path("harbour.txt").write_text(TEXT, encoding="utf-8")
+pytestmark = pytest.mark.usefixtures("own_text")
 
 
 def shown(name: str) -> str:

@@ -16,7 +16,7 @@ import pytest
 from minigpt import GPT, Sampling
 from minigpt import generate as generate_ids
 from minigpt.cli import main
-from tests.cli_support import CACHE_BYTES, SMALL, Program, place, run, trained_checkpoint
+from tests.cli_support import CACHE_BYTES, SMALL, Program, run, trained_checkpoint
 
 PROMPT = "MARGIT: The "
 JSON_KEYS = {
@@ -33,12 +33,7 @@ JSON_KEYS = {
 }
 needs_posix = pytest.mark.skipif(os.name == "nt", reason="pipes and signals as POSIX has them")
 
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test works in a folder of its own, with one run in it."""
-    monkeypatch.chdir(tmp_path)
-    place("harbour")
+pytestmark = pytest.mark.usefixtures("own_run")
 
 
 def expected(

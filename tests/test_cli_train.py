@@ -5,8 +5,6 @@ How it ends by a signal is tested in `test_kill`.
 
 from __future__ import annotations
 
-import io
-import json
 import math
 import os
 import re
@@ -27,21 +25,16 @@ from minigpt import EvalReport, StepReport, Trainer, load
 from minigpt.cli import main
 from minigpt.cli.train_report import _held_out as held_out_words
 from minigpt.config import TrainConfig
-from minigpt.console import note, note_curves
 from minigpt.corpus import Corpus, load_corpus
 from minigpt.runs import locked
 from minigpt.samples import sample
-from tests.cli_support import LINES, SHAPE, SMALL, TEXT, Outcome, Program, Terminal, place, run, unstyled
+from tests.cli_support import LINES, SHAPE, SMALL, TEXT, Outcome, Program, Screen, Terminal, place, run, unstyled
+from tests.run_support import log_of, samples_of, tensorboard_of, without_times
 
 # A moment's work on harbour.txt.
 QUICK = ("harbour.txt", *SMALL, "--steps", "4", "--eval-every", "2")
 
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test works in a folder of its own, with one text in it."""
-    monkeypatch.chdir(tmp_path)
-    Path("harbour.txt").write_text(TEXT, encoding="utf-8")
+pytestmark = pytest.mark.usefixtures("own_text")
 
 
 def train(*options: str | Path, stdin: str | bytes | None = None) -> Outcome:
@@ -51,11 +44,8 @@ def train(*options: str | Path, stdin: str | bytes | None = None) -> Outcome:
     return done
 
 
-def log_of(run_folder: str | Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(run_folder) / "train.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 def weights_of(run_folder: str | Path, file: str = "best") -> dict[str, torch.Tensor]:
+    """The weights of one of the two models of a run."""
     return load(Path(run_folder) / f"{file}.safetensors").model.state_dict()
 
 
@@ -304,10 +294,8 @@ def test_a_run_goes_on_from_another_folder_as_if_it_had_never_stopped(
     monkeypatch.chdir(tmp_path)
     for file in ("best", "last"):
         assert are_equal(weights_of("checkpoints/parts", file), weights_of("checkpoints/whole", file))
-    without_times = [
-        [{**line, "elapsed_s": 0} for line in log_of(f"checkpoints/{name}")] for name in ("whole", "parts")
-    ]
-    assert without_times[0] == without_times[1]
+    logs = [without_times(log_of(f"checkpoints/{name}")) for name in ("whole", "parts")]
+    assert logs[0] == logs[1]
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is() -> None:
@@ -690,15 +678,7 @@ def test_a_run_that_fails_later_keeps_what_it_has_learnt(monkeypatch: pytest.Mon
     assert are_equal(before, weights_of("checkpoints/a", "last"))
 
 
-def test_a_reader_of_the_notes_who_leaves_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Gone(io.StringIO):
-        def write(self, _: str) -> int:
-            raise BrokenPipeError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", Gone())
-        note("Lost.")
-        note("Lost, too.")
+def test_a_reader_of_the_notes_who_leaves_stops_nothing() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(os.devnull, "r+b") as nothing:  # noqa: PTH123
@@ -741,10 +721,6 @@ def test_on_a_terminal_there_are_a_bar_and_samples() -> None:
 
 
 def test_a_quiet_training_shows_nothing_on_a_terminal_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Screen(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     def shown(*options: str) -> str:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", Screen())
@@ -762,24 +738,23 @@ def test_a_quiet_training_shows_nothing_on_a_terminal_either(monkeypatch: pytest
 # What it leaves to look at
 
 
-def samples_of(run_name: str) -> str:
-    return Path(f"checkpoints/{run_name}/samples.txt").read_text(encoding="utf-8")
-
-
 def test_each_evaluation_leaves_a_sample_that_the_model_of_then_would_write() -> None:
     train(*QUICK, "--sample-chars", "40", "--out", "a")
     logged = log_of("checkpoints/a")
-    headings = re.findall(r"^step (\d+): held-out loss ([0-9.]+)", samples_of("a"), re.MULTILINE)
-    assert headings == [(str(line["step"]), f"{line['val_loss']:.4f}") for line in logged]
+    samples = samples_of("checkpoints/a")
+    for (step, heading, _), line in zip(samples, logged, strict=True):
+        best = ", the best so far" if line["best"] else ""
+        assert (step, heading) == (line["step"], f"held-out loss {line['val_loss']:.4f}{best}")
     last = load("checkpoints/a/last.safetensors")
     text = sample(last.model, last.tokenizer, "e", 40)
     indented = "".join(f"    {line}".rstrip() + "\n" for line in text.split("\n"))
-    assert samples_of("a").endswith(f"\n\n{indented}\n")
+    assert samples[-1][2] == f"\n{indented}\n"
 
 
 def test_without_being_told_a_sample_has_200_characters_and_with_0_there_is_none() -> None:
     train("harbour.txt", *SHAPE, "--steps", "1", "--out", "a")
-    text = re.sub(r"^    ", "", samples_of("a").partition("\n\n")[2], flags=re.MULTILINE)
+    ((_, _, kept),) = samples_of("checkpoints/a")
+    text = re.sub(r"^    ", "", kept.removeprefix("\n"), flags=re.MULTILINE)
     # Less the spaces that ended its lines.
     assert 150 <= len(text) <= 202
     train("harbour.txt", *SMALL, "--steps", "1", "--sample-chars", "0", "--out", "b")
@@ -794,8 +769,8 @@ def test_a_run_that_was_stopped_has_the_samples_and_the_curve_of_one_that_was_no
     train(*line, "--out", "whole")
     stop_after(step, monkeypatch, *line, "--out", "parts")
     train("--resume", "parts")
-    assert samples_of("parts") == samples_of("whole")
-    assert samples_of("parts").count("held-out") == 3
+    assert samples_of("checkpoints/parts") == samples_of("checkpoints/whole")
+    assert [step for step, _, _ in samples_of("checkpoints/parts")] == [3, 6, 8]
     for name in ("whole", "parts"):
         assert log_of(f"checkpoints/{name}")[-1]["step"] == 8
     picture = Path("checkpoints/whole/loss.svg")
@@ -816,7 +791,7 @@ def test_a_sample_that_was_lost_between_saving_and_writing_is_made_up_for(monkey
     assert not Path("checkpoints/parts/samples.txt").exists()
     assert load("checkpoints/parts/last.safetensors").facts.steps == 3
     train("--resume", "parts")
-    assert samples_of("parts") == samples_of("whole")
+    assert samples_of("checkpoints/parts") == samples_of("checkpoints/whole")
 
 
 def test_force_begins_anew_what_there_is_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -826,7 +801,7 @@ def test_force_begins_anew_what_there_is_to_look_at(monkeypatch: pytest.MonkeyPa
     assert not Path("checkpoints/a/samples.txt").exists()
     assert not Path("checkpoints/a/loss.svg").exists()
     train("--resume", "a")
-    assert re.findall(r"^step (\d+)", samples_of("a"), re.MULTILINE) == ["2", "4"]
+    assert [step for step, _, _ in samples_of("checkpoints/a")] == [2, 4]
 
 
 def test_a_run_that_stops_early_leaves_its_curve_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -886,53 +861,11 @@ def test_on_a_terminal_the_losses_are_drawn_at_the_end() -> None:
     assert "oo held-out" in lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("columns", "no_color", "term", "is_drawn", "is_coloured"),
-    [
-        (80, "", "xterm", True, True),
-        (80, "1", "xterm", True, False),
-        (80, "", "dumb", True, False),
-        (40, "", "xterm", True, True),
-        (250, "", "xterm", True, True),
-        (39, "", "xterm", False, False),
-    ],
-)
-def test_the_curve_fits_the_terminal_and_its_colours(
-    monkeypatch: pytest.MonkeyPatch, columns: int, no_color: str, term: str, is_drawn: bool, is_coloured: bool
-) -> None:
-    class Screen(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setattr(sys, "stderr", Screen())
-    for name, value in (("COLUMNS", str(columns)), ("NO_COLOR", no_color), ("TERM", term)):
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    steps = list(range(10, 201, 10))
-    curve = steps, [4 - step / 100 for step in steps]
-    note_curves({"training": curve, "held-out": (steps[1::2], curve[1][1::2])}, "losses")
-    assert isinstance(sys.stderr, Screen)
-    shown = sys.stderr.getvalue()
-    assert ("losses" in shown) is is_drawn
-    assert ("\x1b" in shown) is is_coloured
-    assert all(len(line) <= min(columns, 100) for line in unstyled(shown).splitlines())
-    assert len(shown.splitlines()) <= 15
-
-
 def test_in_a_pipe_there_is_no_curve() -> None:
     assert "│" not in train(*QUICK, "--out", "a").stderr
 
 
 # TensorBoard
-
-
-def tensorboard_of(run_name: str) -> dict[str, list[tuple[int, float]]]:
-    """Steps and values of each curve, as TensorBoard shows them."""
-    from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
-
-    events = event_accumulator.EventAccumulator(f"checkpoints/{run_name}/tensorboard", size_guidance={"scalars": 0})
-    events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 @pytest.mark.parametrize("stop", [None, 10, 14, 25])
@@ -945,7 +878,7 @@ def test_tensorboard_shows_the_losses_of_the_log_once(stop: int | None, monkeypa
         stop_after(stop, monkeypatch, *line, "--log", "tensorboard")
         train("--resume", "a", "--log", "tensorboard")
     logged = log_of("checkpoints/a")
-    found = tensorboard_of("a")
+    found = tensorboard_of(Path("checkpoints/a"))
     for tag, key in (
         ("loss/held-out", "val_loss"),
         ("loss/training", "batch_loss"),

@@ -6,7 +6,7 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from minigpt.config import (
     settings_from_json,
     settings_to_json,
 )
-from minigpt.errors import ConfigError, MinigptError
+from minigpt.errors import ConfigError
 
 MODEL = GPTConfig(vocab_size=65)
 TRAINING = TrainConfig()
@@ -134,15 +134,6 @@ def test_a_window_may_fill_the_block_but_not_exceed_it() -> None:
     assert GPTConfig(vocab_size=65, block_size=32, window=32).window == 32
     with pytest.raises(ConfigError, match="window=33 is larger than block_size=32"):
         GPTConfig(vocab_size=65, block_size=32, window=33)
-
-
-def test_a_config_is_never_edited() -> None:
-    with pytest.raises(FrozenInstanceError):
-        MODEL.window = 8  # type: ignore[misc]
-
-
-def test_a_bad_setting_is_something_a_user_can_mend() -> None:
-    assert issubclass(ConfigError, MinigptError)
 
 
 @pytest.mark.parametrize("settings", [replace(MODEL, dropout=0.25), replace(TRAINING, muon_lr=0.5, seed=2**63)])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import codecs
-import hashlib
 import io
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,40 +22,24 @@ from minigpt.atomic import replacing
 from minigpt.corpus import Corpus, Examples, load_corpus
 from minigpt.errors import CorpusError
 from minigpt.tokenizer import CharTokenizer
+from tests.source_support import PLAY, digest, feed_stdin, refusal_of, write
 
-PLAY = "MARGIT: The tide, the tide!\nOLE: It comes.\n"
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test keeps in `data` lands in its own folder."""
-    monkeypatch.chdir(tmp_path)
-
-
-def write(name: str, content: str | bytes) -> str:
-    """Writes a file, text as UTF-8 with its line ends left alone, and returns its name as a source."""
-    Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
-    return name
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def corpus_of(text: str) -> Corpus:
+    """What a file with that text becomes."""
     return load_corpus([write("text.txt", text)])
 
 
-def text_of(loaded: Corpus) -> str:
+def decoded(loaded: Corpus) -> str:
+    """The text whose ids a corpus holds."""
     return loaded.tokenizer.decode(loaded.ids.tolist())
 
 
 def refusal(*names: str, encoding: str = "utf-8") -> str:
     """The one sentence with which the sources are refused."""
-    with pytest.raises(CorpusError) as caught:
-        load_corpus(names, encoding=encoding)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return refusal_of(lambda: load_corpus(names, encoding=encoding))
 
 
 # What a corpus is
@@ -107,7 +89,7 @@ def test_ids_cannot_be_written_to() -> None:
 def test_the_encoding_and_the_digest_are_those_of_the_bytes() -> None:
     content = "größer\n".encode("latin-1")
     write("a.txt", content)
-    assert text_of(load_corpus(["a.txt"], encoding="latin-1", sha256=hashlib.sha256(content).hexdigest())) == "größer\n"
+    assert decoded(load_corpus(["a.txt"], encoding="latin-1", sha256=digest(content))) == "größer\n"
     with pytest.raises(CorpusError, match="sha256"):
         load_corpus(["a.txt"], encoding="latin-1", sha256=digest("größer\n"))
 
@@ -254,17 +236,13 @@ def test_damaged_ids_and_facts_are_silently_rebuilt(
     assert_same(load_corpus(["a.txt"]), first)
 
 
-def feed_stdin(monkeypatch: pytest.MonkeyPatch, content: str) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content.encode())))
-
-
 @pytest.mark.usefixtures("_long_texts")
 def test_a_long_stdin_is_mapped_but_never_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in (PLAY, PLAY.upper()):
         feed_stdin(monkeypatch, text)
         loaded = load_corpus(["-"])
         assert isinstance(loaded.ids.base, np.memmap)
-        assert text_of(loaded) == text
+        assert decoded(loaded) == text
     assert not Path("data").exists()
 
 

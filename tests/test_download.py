@@ -12,17 +12,18 @@ import pytest
 
 from minigpt import download
 from minigpt.download import Progress, kept_name, shown_name
-from minigpt.errors import CorpusError
+from tests.source_support import refusal_of
 
 CONTENT = b"OLE: The tide, the tide!\n"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 FOLDER = Path("new/data")
 
+pytestmark = pytest.mark.usefixtures("own_folder")
+
 
 @pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    # No proxy stands before 127.0.0.1.
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No proxy stands before 127.0.0.1."""
     monkeypatch.setenv("no_proxy", "*")
 
 
@@ -85,10 +86,7 @@ def fetch(url: str, sha256: str | None = None, progress: Progress | None = None)
 
 def refusal(url: str, sha256: str | None = None) -> str:
     """The one sentence with which the address is refused."""
-    with pytest.raises(CorpusError) as caught:
-        fetch(url, sha256)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return refusal_of(lambda: fetch(url, sha256))
 
 
 def kept() -> list[str]:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from minigpt import evaluation
 from minigpt.config import GPTConfig
+from minigpt.corpus import Ids
 from minigpt.evaluation import cross_entropy, loss_by_position, stream_losses, window_loss
 from minigpt.model import GPT
-
-Ids = NDArray[np.unsignedinteger]
+from tests.model_support import random_model
 
 SHAPE = GPTConfig(vocab_size=11, n_layer=2, n_head=2, n_embd=8, block_size=8, window=3, dropout=0.5)
 
@@ -22,12 +22,7 @@ SHAPE = GPTConfig(vocab_size=11, n_layer=2, n_head=2, n_embd=8, block_size=8, wi
 @pytest.fixture
 def model() -> GPT:
     """A random model in float64, in training mode with dropout on: an evaluation must turn that off itself."""
-    generator = torch.Generator().manual_seed(1)
-    model = GPT(SHAPE, generator)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(std=0.5, generator=generator)
-    return model.double().train()
+    return random_model(SHAPE, seed=1).double().train()
 
 
 def text(n: int, seed: int = 0) -> Ids:

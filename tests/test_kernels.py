@@ -23,10 +23,7 @@ from minigpt.model import (
     swiglu,
     window_attention,
 )
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.model_support import normal
 
 
 def assert_same_function(fused: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor) -> None:

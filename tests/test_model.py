@@ -24,12 +24,9 @@ from minigpt.model import (
     rotate,
     window_attention,
 )
+from tests.model_support import normal
 
 Array = NDArray[np.float64]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # Attention

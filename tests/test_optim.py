@@ -17,6 +17,7 @@ from minigpt.config import GPTConfig, TrainConfig
 from minigpt.model import GPT
 from minigpt.optim import POLYNOMIALS, AdamW, Muon, Optimizer, learning_rate_factor, ngram_factor, orthogonalise
 from tests.cli_support import as_in_a_shell
+from tests.model_support import random_model
 
 SHAPE = GPTConfig(vocab_size=7, n_layer=2, n_head=2, n_embd=8, block_size=12, window=4)
 
@@ -26,16 +27,6 @@ MATRICES = ("attn.qkv.weight", "attn.proj.weight", "mlp.gate_up.weight", "mlp.do
 
 def random_matrix(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def random_model(seed: int = 0) -> GPT:
-    """A model with weights that are not zero anywhere, unlike those that training starts from."""
-    generator = torch.Generator().manual_seed(seed)
-    model = GPT(SHAPE, generator)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(std=0.5, generator=generator)
-    return model
 
 
 def set_gradients(model: GPT, seed: int) -> None:
@@ -317,7 +308,7 @@ sys.exit("torch._dynamo" in sys.modules)
 
 
 def test_every_parameter_belongs_to_exactly_one_optimizer() -> None:
-    model = random_model()
+    model = random_model(SHAPE)
     optimizer = Optimizer(model, TrainConfig())
     set_gradients(model, 1)
     optimizer.step(0)
@@ -331,7 +322,7 @@ def test_every_parameter_belongs_to_exactly_one_optimizer() -> None:
 
 def test_every_weight_moves_at_the_rate_of_its_optimizer() -> None:
     config = TrainConfig(muon_lr=0.0, adamw_lr=0.01, warmup_steps=0, decay_fraction=0.0)
-    model = random_model()
+    model = random_model(SHAPE)
     before = weights_of(model)
     optimizer = Optimizer(model, config)
     set_gradients(model, 1)
@@ -344,7 +335,7 @@ def test_every_weight_moves_at_the_rate_of_its_optimizer() -> None:
 
 def test_what_is_not_a_matrix_is_updated_by_adamw_without_decay_and_the_matrices_by_muon_with_it() -> None:
     config = TrainConfig(steps=10, muon_lr=0.02, adamw_lr=0.01, weight_decay=0.5, warmup_steps=2, decay_fraction=0.5)
-    model = random_model().double()
+    model = random_model(SHAPE).double()
     expected = {name: weight.numpy() for name, weight in weights_of(model).items()}
     mean = {name: np.zeros_like(weight) for name, weight in expected.items()}
     square = {name: np.zeros_like(weight) for name, weight in expected.items()}
@@ -373,7 +364,7 @@ def test_what_is_not_a_matrix_is_updated_by_adamw_without_decay_and_the_matrices
 
 
 def test_gradients_are_dropped_after_a_step() -> None:
-    model = random_model()
+    model = random_model(SHAPE)
     optimizer = Optimizer(model, TrainConfig())
     set_gradients(model, 1)
     optimizer.step(0)
@@ -386,7 +377,7 @@ def test_gradients_are_dropped_after_a_step() -> None:
 def test_a_gradient_longer_than_the_limit_is_shortened_to_it_and_its_length_told(
     limit: float, length: float, expected: float
 ) -> None:
-    model = random_model()
+    model = random_model(SHAPE)
     optimizer = Optimizer(model, TrainConfig(grad_clip=limit))
     set_gradients(model, 2)
     gradients = [param.grad for param in model.parameters() if param.grad is not None]
@@ -404,7 +395,7 @@ def test_a_gradient_longer_than_the_limit_is_shortened_to_it_and_its_length_told
 
 
 def trained(steps: int) -> tuple[GPT, Optimizer]:
-    model = random_model()
+    model = random_model(SHAPE)
     optimizer = Optimizer(model, TrainConfig(steps=20, warmup_steps=2, weight_decay=0.1))
     for step in range(steps):
         set_gradients(model, step)
@@ -417,7 +408,7 @@ def test_an_optimizer_with_the_state_of_another_goes_on_bit_for_bit(stop: int) -
     straight, _ = trained(8)
     first, before = trained(stop)
     state = {name: tensor.clone() for name, tensor in before.state_tensors().items()}
-    second = random_model(seed=99)
+    second = random_model(SHAPE, seed=99)
     second.load_state_dict(first.state_dict())
     after = Optimizer(second, TrainConfig(steps=20, warmup_steps=2, weight_decay=0.1))
     after.load_state_tensors(state)

@@ -6,7 +6,6 @@ of `torchrun` itself, which takes seconds.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -26,15 +25,14 @@ import numpy as np
 import pytest
 import torch
 import typer
-from safetensors.torch import load_file
 from torch.distributed.run import get_args_parser
 
 from minigpt import cli
 from minigpt.checkpoint import Facts, load
 from minigpt.config import GPTConfig, TrainConfig
-from minigpt.device import choose_device
-from minigpt.errors import ConfigError, DeviceError
+from minigpt.errors import ConfigError
 from minigpt.evaluation import window_loss
+from minigpt.history import Line
 from minigpt.model import GPT
 from minigpt.parallel import ALONE, World
 from minigpt.runs import BEST, LAST, LOG, SAMPLES
@@ -42,6 +40,7 @@ from minigpt.sources import bundled_text
 from minigpt.tokenizer import CharTokenizer
 from minigpt.trainer import Trainer
 from tests.cli_support import PATIENCE_S, SHAPE, Program, as_in_a_shell, run
+from tests.run_support import assert_same_run, log_of, samples_of, wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
 
@@ -121,13 +120,6 @@ def finished(folder: Path, *arguments: str | Path) -> list[Rank]:
     return ranks
 
 
-def wait_until(is_there: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not is_there():
-        assert time.monotonic() < until
-        time.sleep(0.002)
-
-
 def has_come_to(step: int, folder: Path) -> Callable[[], bool]:
     """Whether a run has logged that step; what it did before is in its folder."""
     return lambda: (folder / LOG).is_file() and f'"step": {step},' in (folder / LOG).read_text("utf-8")
@@ -155,18 +147,6 @@ def torchrun(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
             stream.close()
 
 
-def log_of(folder: Path) -> list[dict[str, Any]]:
-    """The log without how long it took."""
-    lines = (folder / LOG).read_text(encoding="utf-8").splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key != "elapsed_s"} for line in lines]
-
-
-def samples_of(folder: Path) -> list[tuple[str, str]]:
-    """Heading and text of each sample that a run kept."""
-    parts = re.split(r"^(step .*)\n", (folder / SAMPLES).read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return list(zip(parts[1::2], parts[2::2], strict=True))
-
-
 def assert_same_losses(found: Path, expected: Path, *, up_to: int) -> None:
     """The logs agree to 1e-4 up to a step: ten times the rounding that grew in float32 when this was written."""
     logs = [[line for line in log_of(folder) if line["step"] <= up_to] for folder in (found, expected)]
@@ -174,16 +154,6 @@ def assert_same_losses(found: Path, expected: Path, *, up_to: int) -> None:
     for line, other in zip(*logs, strict=True):
         for name in ("train_loss", "val_loss", "batch_loss", "lr_factor"):
             assert line.get(name, 0) == pytest.approx(other.get(name, 0), abs=1e-4), (line, other)
-
-
-def assert_same_run(found: Path, expected: Path) -> None:
-    """Weights, optimizer state and losses are the same to the last bit."""
-    for name in (BEST, LAST):
-        tensors, others = load_file(found / name), load_file(expected / name)
-        assert tensors.keys() == others.keys()
-        assert all(torch.equal(tensors[key], others[key]) for key in tensors)
-    assert log_of(found) == log_of(expected)
-    assert samples_of(found) == samples_of(expected)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +207,7 @@ def test_one_of_them_speaks_and_writes(alone: Path, together: Job) -> None:
 
 def test_each_evaluation_leaves_one_sample_the_one_that_a_process_alone_leaves(alone: Path, together: Job) -> None:
     found = samples_of(together.folder)
-    assert [int(heading.split()[1].rstrip(":")) for heading, _ in found] == [20, 40, 60, 80]
+    assert [step for step, _, _ in found] == [20, 40, 60, 80]
     # Those of the first 50 steps: later, rounding may have grown enough for another draw.
     assert found[:2] == samples_of(alone)[:2]
 
@@ -261,16 +231,16 @@ def test_torchrun_told_to_stop_saves_and_says_all_once(text: Path, tmp_path: Pat
     assert state is not None
     assert state.values["step"] == int(step.replace(",", "")) >= 30
     evaluated = [line["step"] for line in log_of(folder) if "val_loss" in line]
-    assert [int(heading.split()[1].rstrip(":")) for heading, _ in samples_of(folder)] == evaluated
+    assert [step for step, _, _ in samples_of(folder)] == evaluated
 
 
 def test_a_run_goes_on_with_two_processes_and_then_with_one(text: Path, alone: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ordinary = Trainer._log
 
-    def stop_at_30(self: Trainer, **values: Any) -> None:
-        ordinary(self, **values)
-        if values["step"] == 30:
+    def stop_at_30(self: Trainer, line: Line) -> None:
+        ordinary(self, line)
+        if line.step == 30:
             signal.raise_signal(signal.SIGTERM)
 
     with mock.patch.object(Trainer, "_log", stop_at_30):
@@ -521,16 +491,3 @@ def test_the_windows_of_all_processes_make_the_loss_of_one(size: int) -> None:
     # Seven windows: of nine processes two have none.
     assert sum(parts) == pytest.approx(window_loss(model, ids), rel=1e-12)
     assert sum(part == 0 for part in parts) == max(0, size - 7)
-
-
-def test_each_process_has_a_gpu_of_its_own() -> None:
-    with (
-        mock.patch.object(torch.cuda, "is_available", lambda: True),
-        mock.patch.object(torch.cuda, "device_count", lambda: 2),
-    ):
-        assert choose_device("auto", World(5, 8, 1)) == torch.device("cuda:1")
-        assert choose_device("cpu", World(5, 8, 1)) == torch.device("cpu")
-        with pytest.raises(DeviceError, match="has 2 CUDA devices"):
-            choose_device("cuda", World(2, 4, 2))
-        with pytest.raises(DeviceError, match="--device cuda:1 cannot be shared by 4 processes"):
-            choose_device("cuda:1", World(2, 4, 0))

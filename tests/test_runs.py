@@ -21,11 +21,7 @@ from minigpt.runs import (
     runs,
 )
 
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names are looked up under the working directory."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def make_run(name: str, *files: str, age_s: int = 0) -> Path:

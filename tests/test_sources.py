@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import hashlib
 import io
 import os
 import socket
@@ -19,42 +18,25 @@ from hypothesis import strategies as st
 from minigpt import sources
 from minigpt.errors import CorpusError
 from minigpt.sources import bundled_text, open_text, read_text
+from tests.source_support import PLAY, digest, feed_stdin, refusal_of, write
 
-PLAY = "MARGIT: The tide, the tide!\nOLE: It comes.\n"
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def write(name: str, content: str | bytes) -> str:
-    """Writes a file, text as UTF-8 with its line ends left alone, and returns its name as a source."""
-    path = Path(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return name
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def text_of(*names: str, encoding: str = "utf-8", sha256: str | None = None) -> str:
+    """All that is read of the sources."""
     return "".join(read_text(names, encoding=encoding, sha256=sha256))
 
 
 def name_of(*names: str) -> str:
+    """What the sources are called together."""
     with open_text(names) as text:
         return text.name
 
 
 def refusal(*names: str, encoding: str = "utf-8", sha256: str | None = None) -> str:
     """The one sentence with which the sources are refused."""
-    with pytest.raises(CorpusError) as caught:
-        text_of(*names, encoding=encoding, sha256=sha256)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+    return refusal_of(lambda: text_of(*names, encoding=encoding, sha256=sha256))
 
 
 # Files and folders
@@ -163,10 +145,6 @@ def test_what_a_shell_substitutes_for_a_command_is_read() -> None:
         assert text_of(f"/dev/fd/{receiver}") == PLAY
     finally:
         os.close(receiver)
-
-
-def feed_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 
 
 def test_a_dash_is_the_bytes_of_stdin_among_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:

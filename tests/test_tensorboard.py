@@ -10,6 +10,7 @@ import pytest
 from minigpt.errors import MissingPackageError, ReportError
 from minigpt.runs import LOG, TENSORBOARD
 from minigpt.tensorboard import LogCopy, clear_events, writer_type
+from tests.run_support import tensorboard_of
 
 TAGS = ["loss/training", "learning_rate_share", "chars_per_s", "loss/held-out"]
 
@@ -27,15 +28,6 @@ def log(folder: Path, *steps: int) -> None:
                     f'{{"step": {step}, "train_loss": 3.0, "val_loss": {5 - step / 64}, "best": true,'
                     f' "elapsed_s": {step / 8}}}\n'
                 )
-
-
-def shown(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows: the steps and values of each curve."""
-    from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
-
-    events = event_accumulator.EventAccumulator(str(folder / TENSORBOARD), size_guidance={"scalars": 0})
-    events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def values(*steps: int) -> dict[str, list[tuple[int, float]]]:
@@ -63,12 +55,12 @@ def test_every_line_is_shown_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     copy.update()
     copy.update()
     # A process that is killed now has told all.
-    assert shown(tmp_path) == values(10, 15)
+    assert tensorboard_of(tmp_path) == values(10, 15)
     log(tmp_path, 20, 30, 31)
     copy.update()
-    assert shown(tmp_path) == values(10, 15, 20, 30, 31)
+    assert tensorboard_of(tmp_path) == values(10, 15, 20, 30, 31)
     copy.close()
-    assert shown(tmp_path) == values(10, 15, 20, 30, 31)
+    assert tensorboard_of(tmp_path) == values(10, 15, 20, 30, 31)
 
 
 def test_a_session_that_goes_on_shows_no_point_twice_and_none_that_was_lost(tmp_path: Path) -> None:
@@ -81,11 +73,11 @@ def test_a_session_that_goes_on_shows_no_point_twice_and_none_that_was_lost(tmp_
     (tmp_path / LOG).unlink()
     log(tmp_path, 10, 15, 17, 20)
     second = LogCopy(tmp_path, 48)
-    assert shown(tmp_path) == values(10, 15, 17, 20)
+    assert tensorboard_of(tmp_path) == values(10, 15, 17, 20)
     log(tmp_path, 25, 30, 40)
     second.update()
     second.close()
-    assert shown(tmp_path) == values(10, 15, 17, 20, 25, 30, 40)
+    assert tensorboard_of(tmp_path) == values(10, 15, 17, 20, 25, 30, 40)
 
 
 def test_the_events_of_an_earlier_run_go_and_nothing_else(tmp_path: Path) -> None:

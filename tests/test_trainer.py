@@ -17,15 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from minigpt import trainer as trainer_module
 from minigpt.checkpoint import Checkpoint, Facts, TrainingState, load, save_checkpoint
 from minigpt.config import GPTConfig, TrainConfig
-from minigpt.corpus import Examples
+from minigpt.corpus import Examples, Ids
 from minigpt.errors import CheckpointError, ConfigError, TrainingError
 from minigpt.evaluation import window_loss
 from minigpt.ngrams import NGrams
@@ -40,8 +38,7 @@ from minigpt.trainer import (
     Trainer,
     training_loss,
 )
-
-Ids = NDArray[np.unsignedinteger]
+from tests.run_support import assert_same_run, assert_same_tensors, facts_of, log_of, names_in, without_times
 
 CHARS = "\n abcdef"
 SHAPE = GPTConfig(vocab_size=len(CHARS), n_layer=2, n_head=2, n_embd=16, block_size=12, window=5, dropout=0.2)
@@ -80,45 +77,6 @@ def weights_of(trainer: Trainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
 
 
-def without_times(values: Any) -> Any:
-    """Everything but how long it took."""
-    if isinstance(values, dict):
-        times = ("elapsed_s", "chars_per_s", "stopwatch")
-        return {key: without_times(value) for key, value in values.items() if key not in times}
-    return values
-
-
-def metadata_of(path: Path) -> dict[str, Any]:
-    with safe_open(path, framework="pt") as file:
-        return {key: without_times(json.loads(value)) for key, value in file.metadata().items()}
-
-
-def log_of(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / LOG).read_text(encoding="utf-8").splitlines(keepends=True)
-    assert all(line.endswith("\n") for line in lines)
-    return [without_times(json.loads(line)) for line in lines]
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
-
-
-def assert_same_run(found: Path, expected: Path) -> None:
-    """Weights, optimizer state, best model, facts and log of two runs are the same to the last bit."""
-    assert names_in(found) == names_in(expected) == [BEST, LAST, LOG]
-    for name in (BEST, LAST):
-        assert_same_tensors(load_file(found / name), load_file(expected / name))
-        assert metadata_of(found / name) == metadata_of(expected / name)
-    assert log_of(found) == log_of(expected)
-
-
 @dataclass(frozen=True)
 class Reference:
     """A run that never stopped, and its folder as it would have been saved after each report."""
@@ -135,6 +93,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder = base / "straight"
     trainer = start(folder)
     reports = finish(trainer)
+    # So those of every run that is compared with it.
+    assert names_in(folder) == [BEST, LAST, LOG]
     # The same again, saved after each report and set aside.
     stopping = start(base / "stopping")
     saved = []
@@ -208,7 +168,7 @@ def test_batch_losses_in_the_log_are_means_of_ten_updates(reference: Reference) 
 
 
 def test_the_log_has_a_line_for_every_evaluation_and_every_tenth_update(reference: Reference) -> None:
-    log = log_of(reference.folder)
+    log = without_times(log_of(reference.folder))
     kinds = [(line["step"], sorted(line.keys() - {"step"})) for line in log]
     update, evaluation = ["batch_loss", "lr_factor"], ["best", "train_loss", "val_loss"]
     assert kinds == [
@@ -508,7 +468,8 @@ def test_a_log_that_was_lost_begins_anew(tmp_path: Path, reference: Reference) -
     folder = shutil.copytree(reference.saved[8], tmp_path / "run")
     (folder / LOG).unlink()
     finish(resume(folder))
-    assert log_of(folder) == [line for line in log_of(reference.folder) if line["step"] > 5]
+    expected = [line for line in log_of(reference.folder) if line["step"] > 5]
+    assert without_times(log_of(folder)) == without_times(expected)
 
 
 def test_a_log_that_is_not_text_any_more_is_no_obstacle(tmp_path: Path, reference: Reference) -> None:
@@ -534,7 +495,11 @@ def test_the_callers_own_values_are_kept_through_saves_and_resumes(tmp_path: Pat
 # Damaged states
 
 
-def damaged(folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> Checkpoint:
+Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
+
+
+def damaged(folder: Path, change: Change) -> Checkpoint:
+    """The last checkpoint of a run, with a state that was changed."""
     checkpoint = load(folder / LAST, with_state=True)
     assert checkpoint.state is not None
     values, tensors = json.loads(json.dumps(checkpoint.state.values)), dict(checkpoint.state.tensors)
@@ -542,11 +507,12 @@ def damaged(folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], 
     return replace(checkpoint, state=TrainingState(values, tensors))
 
 
-def assert_refused(reference: Reference, change: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> None:
+def assert_refused(reference: Reference, words: str, change: Change) -> None:
+    """A run that was saved after step 8 is refused with one sentence, which names its file and what is wrong."""
     checkpoint = damaged(reference.saved[8], change)
     with pytest.raises(CheckpointError) as caught:
         Trainer.resume(reference.saved[8], checkpoint, TRAIN_IDS, VAL_IDS)
-    assert str(checkpoint.path) in str(caught.value)
+    assert f"the training state in {checkpoint.path} is damaged ({words}): " in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -567,42 +533,53 @@ STATE_VALUES = [
 
 @pytest.mark.parametrize("name", STATE_VALUES)
 def test_a_state_that_lacks_a_value_is_refused(reference: Reference, name: str) -> None:
-    assert_refused(reference, lambda values, _: values.pop(name))
+    assert_refused(reference, f"it lacks '{name}'", lambda values, _: values.pop(name))
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "words"),
     [
-        ("config", None),
-        ("config", {"steps": 0}),
-        ("config", {"stepz": 10}),
-        ("step", "six"),
-        ("step", None),
-        ("elapsed_s", []),
-        ("losses", 3),
-        ("losses", [None]),
-        ("losses", ["low"]),
-        ("best_train_loss", "low"),
-        ("minutes", "a few"),
-        ("minutes", -4),
-        ("stopwatch", {"forward": ["one", 0.5]}),
+        ("config", None, "settings must be a JSON object, not NoneType"),
+        ("config", {"steps": 0}, "steps=0 must be at least 1"),
+        ("config", {"stepz": 10}, "unknown setting 'stepz': it was written by another version of minigpt"),
+        ("step", "six", "step 'six' is not one of 23"),
+        ("step", None, "step None is not one of 23"),
+        ("elapsed_s", [], "float() argument must be a string or a real number, not 'list'"),
+        ("losses", 3, "'int' object is not iterable"),
+        ("losses", [None], "float() argument must be a string or a real number, not 'NoneType'"),
+        ("losses", ["low"], "could not convert string to float: 'low'"),
+        ("best_train_loss", "low", "could not convert string to float: 'low'"),
+        ("minutes", "a few", "could not convert string to float: 'a few'"),
+        ("minutes", -4, "minutes=-4 must be more than 0 and at most a year (527,040)"),
+        ("stopwatch", {"forward": ["one", 0.5]}, "invalid literal for int() with base 10: 'one'"),
     ],
 )
-def test_a_state_with_a_wrong_value_is_refused(reference: Reference, name: str, value: Any) -> None:
-    assert_refused(reference, lambda values, _: values.update({name: value}))
+def test_a_state_with_a_wrong_value_is_refused(reference: Reference, name: str, value: Any, words: str) -> None:
+    assert_refused(reference, words, lambda values, _: values.update({name: value}))
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("step", 24), ("step", -1), ("best_loss", "low"), ("losses", []), ("extra", None), ("evaluated_step", "five")],
+    ("name", "value", "words"),
+    [
+        ("step", 24, "step 24 is not one of 23"),
+        ("step", -1, "step -1 is not one of 23"),
+        ("best_loss", "low", "could not convert string to float: 'low'"),
+        ("losses", [], "it has 0 losses"),
+        ("extra", None, "'NoneType' object is not iterable"),
+        ("evaluated_step", "five", "step 'five' is not one of 8"),
+    ],
 )
-def test_a_state_with_a_value_that_cannot_be_is_refused(reference: Reference, name: str, value: Any) -> None:
-    assert_refused(reference, lambda values, _: values.update({name: value}))
+def test_a_state_with_a_value_that_cannot_be_is_refused(
+    reference: Reference, name: str, value: Any, words: str
+) -> None:
+    assert_refused(reference, words, lambda values, _: values.update({name: value}))
 
 
 def test_a_state_without_its_tensors_is_refused(reference: Reference) -> None:
-    assert_refused(reference, lambda _, tensors: tensors.clear())
-    assert_refused(reference, lambda _, tensors: tensors.update({"norm_f.weight/exp_avg": torch.zeros(3)}))
+    missing = "optimizer state 'blocks.0.attn.qkv.weight/momentum' is missing, expected (48, 16)"
+    assert_refused(reference, missing, lambda _, tensors: tensors.clear())
+    misshapen = "optimizer state 'norm_f.weight/exp_avg' has shape (3,), expected (16,)"
+    assert_refused(reference, misshapen, lambda _, tensors: tensors.update({"norm_f.weight/exp_avg": torch.zeros(3)}))
 
 
 def test_a_model_without_a_state_cannot_be_resumed(reference: Reference) -> None:
@@ -848,8 +825,9 @@ def test_a_run_by_the_clock_is_that_of_its_number_of_steps(tmp_path: Path, clock
     finish(start(tmp_path / "steps", trainer.config))
     for name in (BEST, LAST):
         assert_same_tensors(load_file(tmp_path / "clock" / name), load_file(tmp_path / "steps" / name))
-    assert log_of(tmp_path / "clock") == log_of(tmp_path / "steps")
-    found, expected = (metadata_of(tmp_path / name / LAST) for name in ("clock", "steps"))
+    logs = [without_times(log_of(tmp_path / name)) for name in ("clock", "steps")]
+    assert logs[0] == logs[1]
+    found, expected = (facts_of(tmp_path / name / LAST) for name in ("clock", "steps"))
     assert found["state"].pop("minutes") == 1.0
     assert expected["state"].pop("minutes") is None
     assert found == expected
