@@ -1,8 +1,8 @@
-"""Text -> ids -> the parts to learn from and to judge by -> batches.
+"""Text -> ids -> the parts to learn from and to judge by.
 
-Owns everything between a text's characters and the tensors a trainer reads. A text is read twice, once to learn its
-characters and once to encode it; the ids of a long one live in a file that is mapped into memory and kept for the next
-start. Where the characters come from is left to `sources`.
+A text is read twice, once to learn its characters and once to encode it; the ids of a long one live in a file that is
+mapped into memory and kept for the next start. Where the characters come from is left to `sources`, batches to
+`examples`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from minigpt.atomic import replacing
 from minigpt.download import Progress
@@ -30,8 +29,6 @@ from minigpt.tokenizer import CharTokenizer
 
 # A half-written file that was not written to for so long is nobody's.
 STALE_S = 24 * 3600.0
-# Of a shuffle: fewer leave patterns.
-ROUNDS = 6
 
 # Ids of any of the unsigned types.
 Ids = npt.NDArray[np.unsignedinteger[Any]]
@@ -130,84 +127,11 @@ def load_corpus(
         return Corpus(text.name, facts.sha256, CharTokenizer(facts.chars), ids, facts.most_frequent, facts.notes)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Windows of a text."""
-
-    # Ids and, for each, the id that follows, (B, T), int64, on the CPU.
-    x: torch.Tensor
-    y: torch.Tensor
-    # Where the ids of y stand in the text, (B, T).
-    positions: npt.NDArray[np.int64]
-
-
-class Examples:
-    """A text as an endless sequence of windows in random order: pass after pass, each cut at other places.
-
-    A pass reads every part of the text once, but for one to two windows' length at its ends. In a short text that is
-    read many times, windows drawn independently would leave some parts out for long and repeat others.
-
-    Args:
-        ids: (N,), of any integer type, N > block_size.
-        block_size: T, characters of a window.
-        seed: decides on the order.
-    """
-
-    def __init__(self, ids: Ids, block_size: int, seed: int) -> None:
-        if len(ids) <= block_size:
-            raise ValueError(f"{len(ids)} ids hold no window of block_size={block_size} and the id after it")
-        self._ids = ids
-        self._block_size = block_size
-        self._seed = seed
-        # One window less than there is room for, so that there is room to move the cuts.
-        self._per_pass = max(1, len(ids) // block_size - 1)
-
-    def batch(self, first: int, count: int) -> Batch:
-        """The windows first ... first + count - 1 of the sequence: a function of the numbers and the seed alone."""
-        passes, places = np.divmod(np.arange(first, first + count), self._per_pass)
-        starts = np.empty(count, np.int64)
-        for pass_ in np.unique(passes):
-            offset, *keys = np.random.SeedSequence((self._seed, int(pass_))).generate_state(1 + ROUNDS, np.uint64)
-            of_pass = passes == pass_
-            spare = len(self._ids) - self._per_pass * self._block_size
-            shuffled = _shuffled(places[of_pass], self._per_pass, keys)
-            starts[of_pass] = shuffled * self._block_size + int(offset) % spare
-        positions = starts[:, None] + np.arange(self._block_size + 1)  # (B, T + 1)
-        windows = torch.from_numpy(self._ids[positions].astype(np.int64))
-        return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), positions[:, 1:])
-
-
-def _shuffled(places: npt.NDArray[np.int64], n: int, keys: Sequence[np.uint64]) -> npt.NDArray[np.int64]:
-    """What stands at some places of a random order of 0 ... n - 1, without making the order: it could be long.
-
-    Args:
-        places: from 0 to n - 1.
-        keys: decide on the order.
-
-    Source:
-        A Feistel network permutes the numbers of an even number of bits; one that it takes to n or above goes through
-        it again until it is below (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 4).
-    """
-    half_bits = np.uint64(-(-(n - 1).bit_length() // 2))
-    mask = (np.uint64(1) << half_bits) - np.uint64(1)
-    numbers = places.astype(np.uint64)
-    out = np.ones(len(numbers), np.bool_)
-    while out.any():
-        left, right = numbers[out] >> half_bits, numbers[out] & mask
-        for key in keys:
-            # The product's high bits depend on all bits of the factors' low ones.
-            mixed = ((right + key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
-            left, right = right, left ^ (mixed & mask)
-        numbers[out] = (left << half_bits) | right
-        out = numbers >= n
-    return numbers.astype(np.int64)
-
-
 # Characters to ids
 
 
 @dataclass(frozen=True)
-class _Facts:
+class _Survey:
     """All that is known of a text after one pass, and all that is kept of it beside its ids."""
 
     # Characters in the text; for the other fields see `Corpus`.
@@ -223,7 +147,7 @@ class _Facts:
         return np.min_scalar_type(len(self.chars) - 1)
 
 
-def _survey(text: Text) -> _Facts:
+def _survey(text: Text) -> _Survey:
     """The first pass.
 
     Raises:
@@ -245,7 +169,7 @@ def _survey(text: Text) -> _Facts:
     chars = "".join(map(chr, np.flatnonzero(counts)))
     if len(chars) == 1:
         raise CorpusError(f"{text.name} holds {chars!r} over and over: there is nothing to learn")
-    return _Facts(
+    return _Survey(
         length=int(counts.sum()),
         chars=chars,
         sha256=digest.hexdigest(),
@@ -254,7 +178,7 @@ def _survey(text: Text) -> _Facts:
     )
 
 
-def _encoded(text: Text, facts: _Facts, state: State) -> Iterator[Ids]:
+def _encoded(text: Text, facts: _Survey, state: State) -> Iterator[Ids]:
     """The second pass: the ids in pieces, together never more than the first pass counted.
 
     Args:
@@ -282,7 +206,7 @@ def _code_points(text: str) -> npt.NDArray[np.uint32]:
 # Ids at rest
 
 
-def _in_memory(pieces: Iterable[Ids], facts: _Facts) -> Ids:
+def _in_memory(pieces: Iterable[Ids], facts: _Survey) -> Ids:
     ids = np.empty(facts.length, facts.dtype)
     end = 0
     for piece in pieces:
@@ -292,7 +216,7 @@ def _in_memory(pieces: Iterable[Ids], facts: _Facts) -> Ids:
     return ids
 
 
-def _in_nameless_file(pieces: Iterable[Ids], facts: _Facts) -> Ids:
+def _in_nameless_file(pieces: Iterable[Ids], facts: _Survey) -> Ids:
     """The ids in a temporary file that goes away with them."""
     try:
         with tempfile.TemporaryFile(prefix="minigpt-") as file:
@@ -306,7 +230,7 @@ def _in_nameless_file(pieces: Iterable[Ids], facts: _Facts) -> Ids:
         ) from None
 
 
-def _in_kept_file(pieces: Iterable[Ids], facts: _Facts, kept_at: Path) -> Ids:
+def _in_kept_file(pieces: Iterable[Ids], facts: _Survey, kept_at: Path) -> Ids:
     """The ids in a file that `_load_kept` finds the next time. Those of an earlier state of the sources go."""
     ids_path, facts_path = kept_at.with_suffix(".ids"), kept_at.with_suffix(".json")
     try:
@@ -347,7 +271,7 @@ def _remove_stale(kept_at: Path) -> None:
                 stale.unlink()
 
 
-def _load_kept(kept_at: Path) -> tuple[_Facts, Ids] | None:
+def _load_kept(kept_at: Path) -> tuple[_Survey, Ids] | None:
     """What an earlier start left, or None when there is none or it is not whole."""
     ids_path, facts_path = kept_at.with_suffix(".ids"), kept_at.with_suffix(".json")
     try:
@@ -356,7 +280,7 @@ def _load_kept(kept_at: Path) -> tuple[_Facts, Ids] | None:
         # Nothing below can be amiss in a file of ours that is as it was written.
         if found["mark"] != _mark(kept) or kept["version"] != ENCODED_VERSION:
             return None
-        facts = _Facts(**{**kept["facts"], "notes": tuple(kept["facts"]["notes"])})
+        facts = _Survey(**{**kept["facts"], "notes": tuple(kept["facts"]["notes"])})
         ids = ids_path.stat()
         if ids.st_mtime_ns != kept["ids_mtime_ns"] or ids.st_size != facts.length * facts.dtype.itemsize:
             return None
@@ -366,7 +290,7 @@ def _load_kept(kept_at: Path) -> tuple[_Facts, Ids] | None:
         return None
 
 
-def _mapped(file: Path | IO[bytes], facts: _Facts) -> Ids:
+def _mapped(file: Path | IO[bytes], facts: _Survey) -> Ids:
     # As a plain array: np.memmap makes each slice and each picked value one of its own.
     return np.asarray(np.memmap(file, facts.dtype, mode="r", shape=(facts.length,)))
 

@@ -26,10 +26,11 @@ from torch.nn import functional
 
 from minigpt.checkpoint import Checkpoint, Facts, TrainingState, save_checkpoint
 from minigpt.config import GPTConfig, TrainConfig, require_minutes, settings_from_json, settings_to_json
-from minigpt.corpus import Examples, Ids
+from minigpt.corpus import Ids
 from minigpt.device import compiled, is_out_of_memory, require_memory
 from minigpt.errors import CheckpointError, ConfigError, TrainingError
 from minigpt.evaluation import window_loss
+from minigpt.examples import Examples
 from minigpt.history import Line, LoggedEvaluation, LoggedUpdates, append_line, forget_lines
 from minigpt.model import GPT
 from minigpt.ngrams import NGrams, can_count

@@ -23,9 +23,10 @@ from torch import Tensor
 from minigpt import trainer as trainer_module
 from minigpt.checkpoint import Checkpoint, Facts, TrainingState, load, save_checkpoint
 from minigpt.config import GPTConfig, TrainConfig
-from minigpt.corpus import Examples, Ids
+from minigpt.corpus import Ids
 from minigpt.errors import CheckpointError, ConfigError, TrainingError
 from minigpt.evaluation import window_loss
+from minigpt.examples import Examples
 from minigpt.ngrams import NGrams
 from minigpt.pacing import warmup_for
 from minigpt.runs import BEST, LAST, LOG
