@@ -13,7 +13,6 @@ from typing import IO, Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
