@@ -20,9 +20,11 @@ PRECISIONS = ("float32", "bfloat16")
 # longer learn as one does.
 WARMUP_STEPS = 50
 
-# How often a text is read, at least, for a dropout to pay, and how much. It keeps a model from learning by heart, but
-# slows learning where nothing is seen twice (the README's section on training has what was measured).
-DROPOUTS = ((8, 0.2), (4, 0.1))
+# Dropout keeps a model from learning its text by heart, but slows learning where there is no danger of that: where a
+# text is read fewer times than this, or where epochs times parameters a character are fewer than the first of each
+# pair (the README's section on training has what was measured).
+FEWEST_EPOCHS = 4
+DROPOUTS = ((40, 0.2), (20, 0.1))
 
 # A year. A run that is to take longer is a mistake, and its steps could not be counted.
 MOST_MINUTES = 366 * 24 * 60.0
@@ -156,19 +158,20 @@ class Preset:
 
 PRESETS: Mapping[str, Preset] = {
     "tiny": Preset(
-        about="0.8 M parameters, about a minute on two CPU cores",
+        about="0.8 M parameters, about a minute on two CPU cores (held-out loss 1.62 on tiny Shakespeare, 1.32 on the"
+        " bundled plays)",
         model={"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "window": 64},
         training={"steps": 500, "batch_size": 4, "eval_every": 125, "eval_chars": 16384, "ngram_weight": 0.8},
     ),
     "small": Preset(
-        about="1.8 M parameters, about ten minutes",
-        model={"n_layer": 4, "n_head": 6, "n_embd": 192, "block_size": 256, "window": 64},
-        training={"steps": 3000, "batch_size": 4, "eval_every": 600, "ngram_weight": 0.8},
+        about="1.8 M parameters, about ten minutes (1.45 on tiny Shakespeare)",
+        model={"n_layer": 4, "n_head": 6, "n_embd": 192, "block_size": 512, "window": 128},
+        training={"steps": 3000, "batch_size": 2, "eval_every": 600, "weight_decay": 0.1, "ngram_weight": 0.8},
     ),
     "base": Preset(
-        about="10 M parameters, about an hour",
-        model={"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "window": 96},
-        training={"steps": 2200, "batch_size": 8, "eval_every": 200, "ngram_weight": 0.8},
+        about="4.9 M parameters, about an hour (1.42)",
+        model={"n_layer": 6, "n_head": 8, "n_embd": 256, "block_size": 512, "window": 128},
+        training={"steps": 7000, "batch_size": 2, "eval_every": 1000, "weight_decay": 0.1, "ngram_weight": 0.8},
     ),
 }
 DEFAULT_PRESET = "tiny"

@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from dataclasses import replace
 
-from minigpt.config import DROPOUTS, WARMUP_STEPS, TrainConfig
+from minigpt.config import DROPOUTS, FEWEST_EPOCHS, WARMUP_STEPS, TrainConfig
 from minigpt.optim import decay_factor
 
 # A run by the clock first measures its speed on the side, for this share of its time but no longer than this.
@@ -58,9 +58,12 @@ def warmup_for(steps: int) -> int:
     return min(WARMUP_STEPS, max(1, steps // 10))
 
 
-def dropout_for(epochs: float) -> float:
-    """The dropout of a run that reads its training part so often (see `DROPOUTS`)."""
-    return next((share for least, share in DROPOUTS if epochs >= least), 0.0)
+def dropout_for(epochs: float, params_per_char: float) -> float:
+    """The dropout of a run that reads the training part so often, with so many parameters for each character of it (see
+    `DROPOUTS`)."""
+    if epochs < FEWEST_EPOCHS:
+        return 0.0
+    return next((share for least, share in DROPOUTS if epochs * params_per_char >= least), 0.0)
 
 
 def eval_every_for(seconds: float, update_s: float, evaluation_s: float) -> int:

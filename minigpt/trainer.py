@@ -55,7 +55,8 @@ EVALUATION_PHASES = ("evaluation", "saving", "showing")
 # What is done once, before the first update of a session.
 COUNTING = "counting"
 
-# Settings that can fit a run of so many steps: the warm-up their number, the dropout how often they read the text, and
+# Settings that can fit a run of so many steps: the warm-up their number, the dropout how often they read how
+# much text with how many parameters, and
 # in a run by the clock the time between two evaluations its minutes.
 FITTING = ("warmup_steps", "dropout", "eval_every")
 
@@ -220,7 +221,7 @@ class Trainer:
                 trainer._update()
             trainer._forget_laps()
         if "dropout" in fit:
-            model.set_dropout(dropout_for(trainer.epochs))
+            model.set_dropout(trainer.fitting_dropout)
         if "warmup_steps" in fit:
             trainer._follow(replace(trainer.config, warmup_steps=warmup_for(trainer.config.steps)))
         trainer.save()
@@ -311,6 +312,12 @@ class Trainer:
         """How often the whole run reads the training part of the text."""
         config = self.config
         return config.steps * config.batch_size * self.model.config.block_size / len(self._train_ids)
+
+    @property
+    def fitting_dropout(self) -> float:
+        """The dropout that fits the run, whatever it has."""
+        n_params = sum(param.numel() for param in self.model.parameters())
+        return dropout_for(self.epochs, n_params / len(self._train_ids))
 
     @property
     def planned(self) -> bool:

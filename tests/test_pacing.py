@@ -47,10 +47,23 @@ def test_no_number_of_steps_changes_the_rate_of_an_update_that_was_done(step: in
 
 
 @pytest.mark.parametrize(
-    ("passes", "share"), [(0.1, 0.0), (3.99, 0.0), (4.0, 0.1), (7.99, 0.1), (8.0, 0.2), (1000.0, 0.2)]
+    ("epochs", "params_per_char", "share"),
+    [
+        # Nothing is read often enough to be learnt by heart, however many parameters there are.
+        (0.1, 1e6, 0.0),
+        (3.99, 1e6, 0.0),
+        (4.0, 4.99, 0.0),
+        (4.0, 5.0, 0.1),
+        (10.0, 3.99, 0.1),
+        (10.0, 4.0, 0.2),
+        (1000.0, 1.0, 0.2),
+        (1000.0, 0.01, 0.0),
+    ],
 )
-def test_more_is_dropped_the_more_often_a_text_is_read(passes: float, share: float) -> None:
-    assert dropout_for(passes) == share
+def test_more_is_dropped_the_more_parameters_read_a_character_the_more_often(
+    epochs: float, params_per_char: float, share: float
+) -> None:
+    assert dropout_for(epochs, params_per_char) == share
 
 
 @pytest.mark.parametrize(

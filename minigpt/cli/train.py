@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 # Ctrl-C, what other programs send, and the end of a terminal, which Windows has no signal for.
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
+_DROPOUTS = " or ".join(f"{share:g}" for _, share in sorted(DROPOUTS))
 _PRESETS_HELP = "; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items())
 
 
@@ -91,9 +92,8 @@ def train(
         float | None,
         _field(
             "dropout",
-            "Share of what each layer adds that is dropped while training. Default: "
-            + ", ".join(f"{share:g} where the text is read {least} times or more" for least, share in DROPOUTS)
-            + ", else 0.",
+            f"Share of what each layer adds that is dropped while training. Default: {_DROPOUTS} where many parameters"
+            " read a short text often, else 0.",
         ),
     ] = None,
     steps: Annotated[int | None, _field("steps", "Updates of the weights.")] = None,

@@ -19,7 +19,7 @@ from minigpt.evaluation import n_windows
 from minigpt.fit import Fit, judge
 from minigpt.history import read_history
 from minigpt.ngrams import MOST_CHARS
-from minigpt.pacing import dropout_for, warmup_for
+from minigpt.pacing import warmup_for
 from minigpt.plot import plot_losses
 from minigpt.runs import BEST, CHECKPOINTS, LOSS_PLOT
 from minigpt.samples import forget_samples, keep_sample, sample
@@ -292,7 +292,7 @@ def _summary(trainer: Trainer) -> str:
         config = trainer.config
         warmup = f" --warmup-steps {config.warmup_steps}" if config.warmup_steps != warmup_for(config.steps) else ""
         dropout = trainer.model.config.dropout
-        dropped = f" --dropout {dropout:g}" if dropout != dropout_for(trainer.epochs) else ""
+        dropped = f" --dropout {dropout:g}" if dropout != trainer.fitting_dropout else ""
         lines.append(
             f"--steps {config.steps} --eval-every {config.eval_every}{warmup}{dropped} --precision {config.precision}"
             f" instead of --minutes {trainer.minutes:g} repeats this run"
