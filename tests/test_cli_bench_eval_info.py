@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -362,11 +363,13 @@ def test_info_of_a_file_with_training_state_is_about_the_model_in_it() -> None:
 
 def test_info_of_a_run_stopped_before_its_first_evaluation_says_so() -> None:
     Path("checkpoints/harbour/best.safetensors").unlink()
-    # The checkpoint that a run starts with.
-    run(
-        *("train", "harbour.txt", "--n-layer", "1", "--n-head", "1", "--n-embd", "8", "--block-size", "32"),
-        *("--window", "8", "--steps", "3", "--adamw-lr", "1e30", "--muon-lr", "1e30", "--out", "new"),
-        code=1,
-    )
+    # The checkpoint that a run starts with is all that is left of one that is killed in its first step.
+    with mock.patch("minigpt.trainer.Trainer._take_step", side_effect=KeyboardInterrupt):
+        run(
+            *("train", "harbour.txt", "--n-layer", "1", "--n-head", "1", "--n-embd", "8", "--block-size", "32"),
+            *("--window", "8", "--steps", "3", "--out", "new"),
+            code=130,
+        )
     assert "not evaluated yet" in run("info", "--checkpoint", "new").stdout
+    assert "has taken no step of training yet" in run("generate", "--checkpoint", "new", "-n", "3").stderr
     assert run("info", "--checkpoint", "new", "--json").json["training"]["val_loss"] is None
