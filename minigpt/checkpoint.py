@@ -79,6 +79,16 @@ class Checkpoint:
     # Only where it was asked for and the file has one.
     state: TrainingState | None = None
 
+    def require_state(self) -> TrainingState:
+        """The training state.
+
+        Raises:
+            CheckpointError: it has none.
+        """
+        if self.state is None:
+            raise CheckpointError(f"{self.path} holds a model but no training state to resume from: train a new run")
+        return self.state
+
     @property
     def start(self) -> str:
         """The character that a text without a prompt starts from."""

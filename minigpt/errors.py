@@ -49,6 +49,10 @@ class TrainingError(MinigptError):
     """Training cannot go on; what was saved before is intact."""
 
 
+class LostProcessError(TrainingError):
+    """Another process of the run has ended or does not answer: nothing is wrong with the run, which can go on."""
+
+
 class ReportError(MinigptError):
     """What shows a training (curves, samples) cannot be made, read or written; the training itself is untouched."""
 

@@ -271,6 +271,11 @@ class GPT(nn.Module):
         logits: Tensor = self.lm_head(self.norm_f(x))  # (B, T, V)
         return logits
 
+    @property
+    def n_params(self) -> int:
+        """Number of all weights."""
+        return sum(param.numel() for param in self.parameters())
+
     def set_dropout(self, share: float) -> None:
         """Drops that share of what each layer adds, in training, from here on."""
         self.config = replace(self.config, dropout=share)

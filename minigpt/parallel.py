@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from minigpt.errors import ConfigError, TrainingError
+from minigpt.errors import ConfigError, LostProcessError, TrainingError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -232,7 +232,7 @@ def _connected() -> Iterator[None]:
     except RuntimeError as error:
         reason = _reason(error)
     if reason is not None:
-        raise TrainingError(
+        raise LostProcessError(
             f"another process of this run has ended or does not answer ({reason}); what was saved is intact: go on with"
             " --resume"
         )

@@ -6,9 +6,8 @@ a run would write over.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -94,14 +93,6 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _cannot_make(folder, error) from None
-
-
-def remove_run(folder: Path) -> None:
-    """Removes all that a run wrote, as far as that can be done."""
-    for name in (LAST, BEST, LOG, SAMPLES, LOSS_PLOT):
-        with suppress(OSError):
-            (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def writer_type() -> type[SummaryWriter]:
 
 
 def clear_events(folder: Path) -> None:
-    """Removes what was written for an earlier run in this folder.
+    """Removes what was written for an earlier run in this folder; what others put beside it stays.
 
     Raises:
         ReportError: it cannot be removed.
@@ -41,6 +41,8 @@ def clear_events(folder: Path) -> None:
     try:
         for path in (folder / TENSORBOARD).glob("events.out.tfevents.*"):
             path.unlink()
+        if (folder / TENSORBOARD).is_dir() and not any((folder / TENSORBOARD).iterdir()):
+            (folder / TENSORBOARD).rmdir()
     except OSError as error:
         raise ReportError(f"cannot tidy {folder / TENSORBOARD}: {error.strerror or error}") from None
 

@@ -14,7 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from minigpt.ngrams import NGrams, can_count
 from minigpt.optim import Optimizer, learning_rate_factor, ngram_factor
 from minigpt.pacing import TRIAL_MAX_S, TRIAL_SHARE, dropout_for, eval_every_for, rates_fall, steps_for, warmup_for
 from minigpt.parallel import ALONE, World
-from minigpt.runs import BEST, LAST, is_run, make_folder
+from minigpt.runs import BEST, LAST, LOG, is_run, make_folder
 from minigpt.stopwatch import Stopwatch
 from minigpt.tokenizer import CharTokenizer
 
@@ -249,9 +249,8 @@ class Trainer:
             CheckpointError: the checkpoint has no training state, or a damaged one.
             ConfigError: the batch is too small for the processes.
         """
-        if checkpoint.state is None:
-            raise CheckpointError(f"{checkpoint.path} holds a model but no training state to resume from")
-        values = checkpoint.state.values
+        state = checkpoint.require_state()
+        values = state.values
         if values.get("version") != STATE_VERSION:
             raise CheckpointError(
                 f"the training state in {checkpoint.path} is of another version of minigpt, which trains in"
@@ -287,7 +286,7 @@ class Trainer:
             trainer._losses.extend(float(loss) for loss in values["losses"])
             if len(trainer._losses) != min(trainer.step, LOG_EVERY):
                 raise ValueError(f"it has {len(trainer._losses)} losses")
-            trainer._optimizer.load_state_tensors(checkpoint.state.tensors)
+            trainer._optimizer.load_state_tensors(state.tensors)
         except (KeyError, TypeError, ValueError, ConfigError) as error:
             fault = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(
@@ -316,8 +315,7 @@ class Trainer:
     @property
     def fitting_dropout(self) -> float:
         """The dropout that fits the run, whatever it has."""
-        n_params = sum(param.numel() for param in self.model.parameters())
-        return dropout_for(self.epochs, n_params / len(self._train_ids))
+        return dropout_for(self.epochs, self.model.n_params / len(self._train_ids))
 
     @property
     def planned(self) -> bool:
@@ -381,6 +379,12 @@ class Trainer:
         # One that went on to its end before would be a reason for `torchrun` to end the one that writes.
         self.world.wait()
         self._saved_step = self.step
+
+    def discard(self) -> None:
+        """Removes what the trainer wrote of a run that has learnt nothing, as far as that can be done; for rank 0."""
+        for name in (LAST, LOG):
+            with suppress(OSError):
+                (self.folder / name).unlink(missing_ok=True)
 
     def _write_last(self) -> None:
         values = {

@@ -661,6 +661,9 @@ def test_a_loss_that_is_not_finite_stops_with_advice_and_leaves_no_run() -> None
     for word in ("at step 2 is", "checkpoints/a", "--muon-lr", "--adamw-lr", "--warmup-steps"):
         assert word in error
     assert [path.name for path in Path("checkpoints/a").iterdir()] == [".lock"]
+    # With a copy of the log, too.
+    run("train", *QUICK, "-q", *RUINOUS, "--out", "a", "--log", "tensorboard", code=1)
+    assert [path.name for path in Path("checkpoints/a").iterdir()] == [".lock"]
     # So the name is free for the next try.
     train(*QUICK, "--out", "a")
 

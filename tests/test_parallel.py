@@ -283,6 +283,18 @@ def test_a_killed_process_ends_the_other_and_two_go_on_as_if_none_had_been_kille
     assert_same_run(folder, together.folder)
 
 
+def test_a_process_killed_before_anything_is_learnt_leaves_a_run_that_can_go_on(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ranks = Ranks(tmp_path, "train", text, *RECIPE, "--eval-every", "80", "--quiet", "--out", folder)
+    wait_until(has_come_to(10, folder))
+    left, gone = ranks.programs
+    ranks.programs = [left]
+    os.kill(gone.pid, signal.SIGKILL)
+    assert ranks.finish()[0].stderr.endswith("); what was saved is intact: go on with --resume\n")
+    gone.wait()
+    assert load(folder / LAST, with_state=True).require_state().values["step"] == 0
+
+
 # Failing
 
 

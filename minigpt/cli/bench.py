@@ -147,7 +147,7 @@ def _setting(model: GPT, name: str, threads: int) -> dict[str, Any]:
     weight = model.lm_head.weight
     return {
         "model": name,
-        "parameters": sum(param.numel() for param in model.parameters()),
+        "parameters": model.n_params,
         "config": asdict(model.config),
         "receptive_field": model.config.receptive_field,
         "machine": _machine(),

@@ -262,11 +262,7 @@ class _Origin:
         """
         from minigpt.errors import CheckpointError
 
-        if checkpoint.state is None:
-            raise CheckpointError(
-                f"{checkpoint.path} holds a model but no training state to resume from: train a new run"
-            )
-        values: Any = checkpoint.state.values.get("extra")
+        values: Any = checkpoint.require_state().values.get("extra")
         try:
             origin = cls(**values)
         except TypeError:
@@ -279,16 +275,11 @@ class _Origin:
         return asdict(self)
 
     def _is_sound(self) -> bool:
-        are_strings = all(isinstance(value, str) for value in (self.encoding, self.device))
+        if not isinstance(self.sources, list):
+            return False
+        are_strings = all(isinstance(value, str) for value in (*self.sources, self.encoding, self.device))
         are_numbers = all(isinstance(value, int) for value in (self.threads, self.sample_chars, self.processes))
-        return (
-            isinstance(self.sources, list)
-            and all(isinstance(source, str) for source in self.sources)
-            and are_strings
-            and are_numbers
-            and self.threads > 0
-            and self.sample_chars >= 0
-        )
+        return are_strings and are_numbers and self.threads > 0 and self.sample_chars >= 0
 
 
 @dataclass(frozen=True)
@@ -518,15 +509,19 @@ def _run(trainer: Trainer, report: TrainReport) -> None:
 
 @contextmanager
 def _a_run_or_nothing(trainer: Trainer) -> Iterator[None]:
-    """Leaves no run that failed before anything of it was worth keeping: the newest run is what others go on from."""
-    from minigpt.errors import TrainingError
-    from minigpt.runs import remove_run
+    """Leaves no run that failed before it had learnt anything: the newest run is what others go on from."""
+    from minigpt.errors import LostProcessError, ReportError, TrainingError
+    from minigpt.tensorboard import clear_events
 
     try:
         yield
+    except LostProcessError:
+        raise
     except TrainingError:
         if trainer.world.is_main and not trainer.has_learnt:
-            remove_run(trainer.folder)
+            trainer.discard()
+            with suppress(ReportError):
+                clear_events(trainer.folder)
         raise
 
 

@@ -204,14 +204,13 @@ def _opening(trainer: Trainer) -> str:
     plural = "step" if config.steps == 1 else "steps"
     precision = "" if config.precision == "float32" else f", in {config.precision}"
     resumed = f", {trainer.step:,} of them done" if trainer.step else ""
-    parameters = sum(param.numel() for param in trainer.model.parameters())
     by_clock = trainer.minutes is not None
     in_minutes = f" in {trainer.minutes:g} minute{'' if trainer.minutes == 1 else 's'}" if by_clock else ""
     often = f", evaluated every {config.eval_every:,}" if by_clock else ""
     lines = [
         f"{facts.corpus}: {facts.corpus_chars:,} characters, {trainer.model.config.vocab_size:,} different ones",
         _held_out(trainer.n_held_out, trainer.model.config.block_size, config.eval_chars),
-        f"{parameters:,} parameters, {_steps(trainer)} {plural}{in_minutes}{resumed}{often}{precision}, in"
+        f"{trainer.model.n_params:,} parameters, {_steps(trainer)} {plural}{in_minutes}{resumed}{often}{precision}, in"
         f" {trainer.folder}",
     ]
     if dropout := trainer.model.config.dropout:
