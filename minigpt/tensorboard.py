@@ -1,7 +1,7 @@
 """The log of a run, copied into TensorBoard's files as it grows. TensorBoard is an extra.
 
 The log is exact whatever happened to the run, and the copy is always made of all of it: a session that goes on with a
-run tells TensorBoard to forget what earlier sessions said.
+run replaces what earlier sessions wrote, and tells a TensorBoard that has read it to forget it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,11 @@ class LogCopy:
         self._chars_per_step = chars_per_step
         # Speed is the work since the line before, by the time since then.
         self._step, self._elapsed_s = 0, 0.0
-        self._writer = self._guarded(writer_type(), str(folder / TENSORBOARD), purge_step=0)
+        writer = writer_type()
+        # TensorBoard reads its files by the second in their names: of two sessions in one second, or by a clock that was
+        # set back, the earlier could be shown as the later.
+        clear_events(folder)
+        self._writer = self._guarded(writer, str(folder / TENSORBOARD), purge_step=0)
         self.update()
 
     def update(self) -> None:
