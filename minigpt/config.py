@@ -29,6 +29,9 @@ DROPOUTS = ((40, 0.2), (20, 0.1))
 # A year. A run that is to take longer is a mistake, and its steps could not be counted.
 MOST_MINUTES = 366 * 24 * 60.0
 
+# Of the sample of its writing that a run keeps at each evaluation, in characters.
+SAMPLE_CHARS = 200
+
 # Near the largest number of float32, with room to multiply.
 MOST_FLOAT = 1e30
 

@@ -17,9 +17,6 @@ from minigpt.runs import SAMPLES
 from minigpt.sampling import Sampling
 from minigpt.tokenizer import CharTokenizer
 
-# Of a sample in the file.
-SAMPLE_CHARS = 200
-
 # The lines of a sample are indented, so nothing that a model writes is taken for a heading.
 _INDENT = "    "
 _HEADING = re.compile(rb"step (\d+): .*\n")

@@ -837,8 +837,9 @@ def test_what_cannot_be_written_to_look_at_is_said_and_fails_nothing() -> None:
     for name in ("loss.svg", "samples.txt"):
         (Path("checkpoints/a") / name).mkdir(parents=True)
     done = train(*QUICK, "--out", "a", "--force")
-    assert "cannot write checkpoints/a/loss.svg" in done.stderr
-    assert "cannot write checkpoints/a/samples.txt" in done.stderr
+    assert done.stderr.count("cannot write checkpoints/a/loss.svg") == 1
+    # Not at each of its evaluations.
+    assert done.stderr.count("cannot write checkpoints/a/samples.txt") == 1
     assert "done: 4 steps" in done.stderr
     assert load("checkpoints/a/last.safetensors").facts.steps == 4
 

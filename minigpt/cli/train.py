@@ -19,6 +19,7 @@ from minigpt.config import (
     DEFAULT_PRESET,
     DROPOUTS,
     PRESETS,
+    SAMPLE_CHARS,
     WARMUP_STEPS,
     GPTConfig,
     TrainConfig,
@@ -136,7 +137,7 @@ def train(
         typer.Option(
             "--sample-chars",
             min=0,
-            help="Characters of the sample that is kept at each evaluation; 0 keeps none. Default: 200.",
+            help=f"Characters of the sample that is kept at each evaluation; 0 keeps none. Default: {SAMPLE_CHARS}.",
             show_default=False,
         ),
     ] = None,
@@ -327,7 +328,6 @@ def _start(wanted: _NewRun, session: _Session) -> tuple[Trainer, int]:
     from minigpt.checkpoint import Facts
     from minigpt.device import choose_device, fastest_precision, set_threads
     from minigpt.runs import run_folder
-    from minigpt.samples import SAMPLE_CHARS
     from minigpt.trainer import FITTING, Trainer
 
     world.join()

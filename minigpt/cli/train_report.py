@@ -81,6 +81,8 @@ class TrainReport:
         self._bar: tqdm[Any]
         self._copy: LogCopy | None = None
         self._opened = ExitStack()
+        # What went wrong with something that is tried again and again is said once.
+        self._said: set[str] = set()
 
     def __enter__(self) -> TrainReport:
         self._note(_opening(self._trainer))
@@ -151,12 +153,14 @@ class TrainReport:
         except MissingPackageError:
             return False
         except ReportError as error:
-            self._note(str(error))
+            text = str(error)
+            if text not in self._said:
+                self._said.add(text)
+                self._note(text)
             return False
         return True
 
     def _update_copy(self) -> None:
-        # What fails once is said once.
         if self._copy is not None and not self._attempt(self._copy.update):
             self._copy = None
 
@@ -166,11 +170,11 @@ class TrainReport:
         evaluated = trainer.evaluated_step or 0
         # It may have been killed before it had written the sample of this evaluation; a later save means it was not.
         is_doubtful = trainer.step == evaluated
-        self._attempt(forget_samples, trainer.folder, evaluated if is_doubtful else evaluated + 1)
+        tidied = self._attempt(forget_samples, trainer.folder, evaluated if is_doubtful else evaluated + 1)
         if trainer.step == 0:
             self._attempt(clear_events, trainer.folder)
             self._attempt(_remove_plot, trainer.folder)
-        elif is_doubtful and self._sample_chars:
+        elif tidied and is_doubtful and self._sample_chars:
             val_loss = trainer.facts.val_loss
             assert val_loss is not None
             best = trainer.best_step == evaluated
