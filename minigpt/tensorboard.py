@@ -66,8 +66,8 @@ class LogCopy:
         # Speed is the work since the line before, by the time since then.
         self._step, self._elapsed_s = 0, 0.0
         writer = writer_type()
-        # TensorBoard reads its files by the second in their names: of two sessions in one second, or by a clock that was
-        # set back, the earlier could be shown as the later.
+        # TensorBoard orders its files by the second in their names: of two sessions in one second, or by a clock that
+        # was set back, the earlier could be shown as the later.
         clear_events(folder)
         self._writer = self._guarded(writer, str(folder / TENSORBOARD), purge_step=0)
         self.update()
