@@ -37,7 +37,7 @@ class KVCache:
         shape = (config.n_layer, batch_size, config.n_head, config.window, config.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        # Positions seen so far. `GPT.forward` moves it once a call, after the last layer; nobody else does.
+        # Positions seen so far. Whoever stores new ones moves it, once, after the last layer.
         self.length = 0
 
     @property
@@ -61,10 +61,11 @@ class KVCache:
         keys, values = self.keys[layer], self.values[layer]
         if T == 1:
             slot = self.length % self.window
-            keys[:, :, slot] = k[:, :, 0]
-            values[:, :, slot] = v[:, :, 0]
-            filled = min(self.length + 1, self.window)
-            return keys[:, :, :filled], values[:, :, :filled]
+            keys.select(2, slot).copy_(k.select(2, 0))
+            values.select(2, slot).copy_(v.select(2, 0))
+            if self.length + 1 >= self.window:
+                return keys, values
+            return keys[:, :, : self.length + 1], values[:, :, : self.length + 1]
 
         # The earlier positions are gathered (copied) before the ring is written: new ones may take their slots.
         earlier = self._slots(self.length - min(self.length, self.window - 1), self.length)

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import cast
 
 import torch
@@ -27,6 +28,8 @@ from minigpt.kv_cache import KVCache
 
 # Base of the rotary frequencies (Su et al. 2021, "RoFormer", section 3.2.2, after Vaswani et al. 2017, section 3.5).
 ROPE_BASE = 10_000.0
+# Positions whose angles are made at once and kept.
+TABLE = 1024
 # Keeps the norm of an all-zero row finite; the value of Qwen3, whose network this is.
 NORM_EPS = 1e-6
 
@@ -83,17 +86,30 @@ def rotary_angles(
     Computed in float64 and cast at the end: in float32 the angle of position 10^6 would be off by up to 0.03.
 
     Returns:
-        cos, sin, each (T, D / 2).
+        cos, sin, each (T, D), as `rotate` takes them: those of pair i stand at channels i and i + D / 2, the sine
+        negative at the first. Do not write to them.
 
     Source:
         Su et al. 2021, "RoFormer", equation 15: pair i of position p turns by p * base^(-2 i / D).
     """
+    first = start - start % TABLE
+    if start + T <= first + TABLE:
+        # Writing takes one position at a time.
+        cos, sin = _table(first, TABLE, head_dim, dtype, device)
+        return cos[start - first : start - first + T], sin[start - first : start - first + T]
+    return _table.__wrapped__(start, T, head_dim, dtype, device)
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _table(start: int, T: int, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, Tensor]:
     # MPS has no float64, so the angles are made on the CPU there.
     exact = torch.device("cpu") if torch.device(device).type == "mps" else device
     pair = torch.arange(0, head_dim, 2, dtype=torch.float64, device=exact)
     position = torch.arange(start, start + T, dtype=torch.float64, device=exact)
     angle = position[:, None] * ROPE_BASE ** (-pair / head_dim)
-    return angle.cos().to(dtype).to(device), angle.sin().to(dtype).to(device)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), dim=1).to(dtype).to(device), torch.cat((-sin, sin), dim=1).to(dtype).to(device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -103,10 +119,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: (B, H, T, D).
-        cos, sin: (T, D / 2), of `rotary_angles`.
+        cos, sin: (T, D), of `rotary_angles`.
     """
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 def norm_rotate(norm: RMSNorm, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -114,7 +129,7 @@ def norm_rotate(norm: RMSNorm, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: (B, T, H, D).
-        cos, sin: (T, D / 2), of `rotary_angles`.
+        cos, sin: (T, D), of `rotary_angles`.
 
     Returns:
         (B, H, T, D).
@@ -157,9 +172,12 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(channels, eps=NORM_EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        if _trains_on_cpu(x):
-            return kernels.rms_norm(x, self.weight, NORM_EPS)
-        return super().forward(x)
+        return kernels.rms_norm(x, self.weight, NORM_EPS) if x.is_cpu else super().forward(x)
+
+
+def _dropped(y: Tensor, module: SelfAttention | MLP) -> Tensor:
+    """What a layer adds, in training without the share that is dropped."""
+    return functional.dropout(y, module.dropout) if module.dropout and module.training else y
 
 
 class SelfAttention(nn.Module):
@@ -192,7 +210,7 @@ class SelfAttention(nn.Module):
         if kv_cache is not None:
             k, v = kv_cache.extend(layer, k, v)  # (B, H, S, D)
         y = window_attention(q, k, v, self.window).transpose(1, 2).reshape(B, T, C)
-        return functional.dropout(self.proj(y), self.dropout, self.training)
+        return _dropped(self.proj(y), self)
 
 
 class MLP(nn.Module):
@@ -205,7 +223,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.n_inner, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.dropout(self.down(swiglu(self.gate_up(x))), self.dropout, self.training)
+        return _dropped(self.down(swiglu(self.gate_up(x))), self)
 
 
 class Block(nn.Module):
@@ -275,6 +293,27 @@ class GPT(nn.Module):
     def n_params(self) -> int:
         """Number of all weights."""
         return sum(param.numel() for param in self.parameters())
+
+    def last_logits(self, idx: Tensor) -> Tensor:
+        """The logits after the last position alone, as `forward` computes them, with about half of its work.
+
+        In each layer only positions are computed that the last one can still see by way of the layers above.
+
+        Args:
+            idx: ids, (B, T).
+
+        Returns:
+            Logits, (B, V).
+        """
+        x = self.wte(idx)  # (B, T, C)
+        cos, sin = rotary_angles(0, idx.shape[1], self.config.head_dim, x.dtype, x.device)
+        for layer, block in enumerate(self.blocks):
+            T = x.shape[1]
+            x = block(x, (cos[-T:], sin[-T:]), layer, None)
+            layers_above = self.config.n_layer - 1 - layer
+            x = x[:, -(layers_above * (self.config.window - 1) + 1) :]
+        logits: Tensor = self.lm_head(self.norm_f(x[:, -1]))
+        return logits
 
     def set_dropout(self, share: float) -> None:
         """Drops that share of what each layer adds, in training, from here on."""

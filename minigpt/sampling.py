@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from minigpt.errors import ConfigError
 
 # More would overflow at a temperature near zero, where being greedy is what counts.
 MOST_SLACK = 10.0
+
+# A row of V logits for each of B texts, float32 or float64.
+Logits = NDArray[np.floating[Any]]
 
 _MASK_64 = (1 << 64) - 1
 
@@ -53,8 +58,9 @@ class Sampling:
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
 
-def uniform(seed: int, sample: int, position: int) -> float:
-    """The number in [0, 1) that draws the character at a position of a sample: a fixed function of the three.
+def uniforms(seed: int, samples: Sequence[int], start: int, n: int) -> NDArray[np.float64]:
+    """The numbers in [0, 1) that draw the characters at positions start ... start + n - 1 of B samples, (n, B): each a
+    fixed function of seed, sample and position.
 
     Nothing else enters, so a text does not depend on how many others are written beside it, nor on how it is computed.
 
@@ -62,117 +68,141 @@ def uniform(seed: int, sample: int, position: int) -> float:
         The output function of SplitMix64 (Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number Generators",
         figure 17, with its increment), chained over the three words.
     """
-    state = 0
-    for word in (seed, sample, position):
-        state = _mix((state ^ (word & _MASK_64)) + 0x9E3779B97F4A7C15 & _MASK_64)
-    return (state >> 11) / (1 << 53)
+    words = (
+        np.array([[seed & _MASK_64]], np.uint64),
+        np.array([[sample & _MASK_64 for sample in samples]], np.uint64),
+        np.arange(start, start + n, dtype=np.uint64)[:, None],
+    )
+    state = np.zeros((n, len(samples)), np.uint64)
+    for word in words:
+        state = _mix((state ^ word) + np.uint64(0x9E3779B97F4A7C15))
+    return (state >> np.uint64(11)) / (1 << 53)
 
 
-def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+def probabilities(logits: Logits, sampling: Sampling) -> NDArray[np.float64]:
     """The distribution that is drawn from: temperature and filters applied, summing to 1.
 
     Args:
-        logits: (B, V), any float dtype; not changed.
+        logits: (B, V), not changed.
         sampling: with a temperature above 0.
 
     Returns:
-        (B, V), float64 on the CPU, zero where a character was dropped.
+        (B, V), zero where a character was dropped.
     """
-    # Few numbers, so exactness is free: float64 keeps the sums below from hiding a character.
-    logits = logits.to("cpu", torch.float64)
-    # Shifted first, so that a temperature near zero divides nothing positive, which could overflow.
-    probs = ((logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature).softmax(dim=-1)
+    weights = _weights(logits, sampling.temperature)
     if sampling.filters:
-        # Ranked by logits, which a high temperature cannot make equal; stable, so that top-k keeps exactly k.
-        order = logits.argsort(dim=-1, descending=True, stable=True)
-        ranked = probs.gather(-1, order)
-        if 0 < sampling.top_k < ranked.shape[-1]:
-            ranked[:, sampling.top_k :] = 0
-        if sampling.top_p < 1:
-            ranked /= ranked.sum(dim=-1, keepdim=True)
-            before = ranked.cumsum(dim=-1) - ranked
-            ranked[before >= sampling.top_p] = 0
-        ranked[ranked < sampling.min_p * ranked[:, :1]] = 0
-        probs = torch.zeros_like(probs).scatter_(-1, order, ranked)
-    return probs / probs.sum(dim=-1, keepdim=True)
+        weights[~_kept(logits, weights, sampling.top_k, sampling.top_p, sampling.min_p)] = 0
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights
 
 
-def sample(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
+def sample(logits: Logits, uniforms: NDArray[np.float64], sampling: Sampling) -> NDArray[np.int64]:
     """Draws one id a row by inverting the cumulative distribution over ids at a uniform number.
 
     Args:
-        logits: (B, V), any float dtype; not changed.
-        uniforms: (B,), in [0, 1), float64 on the CPU; not used at temperature 0.
+        logits: (B, V), not changed.
+        uniforms: (B,), in [0, 1); not used at temperature 0.
         sampling: how to draw.
 
     Returns:
-        ids, (B,), int64 on the CPU. At temperature 0 the most probable; of equal ones, the first.
+        ids, (B,). At temperature 0 the most probable; of equal ones, the first.
     """
     return sample_and_doubt(logits, uniforms, sampling, tolerance=0.0)[0]
 
 
-def sample_and_doubt(logits: Tensor, uniforms: Tensor, sampling: Sampling, tolerance: float) -> tuple[Tensor, Tensor]:
+def sample_and_doubt(
+    logits: Logits, uniforms: NDArray[np.float64], sampling: Sampling, tolerance: float
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """`sample`, and for each row whether logits that differ by up to ``tolerance`` might have drawn another id.
 
     Two ways of computing the same logits differ by rounding. Where that cannot matter, and it hardly ever can, the id
     is the same for both; where it might, the caller can compute the logits more exactly.
 
     Returns:
-        ids, (B,), int64, and doubts, (B,), bool, both on the CPU.
+        ids, (B,), and doubts, (B,).
     """
     if sampling.temperature == 0:
-        return logits.to("cpu").argmax(dim=-1), _lead(logits) <= 2 * tolerance
+        return logits.argmax(axis=-1), _lead(logits) <= 2 * tolerance
     probs = probabilities(logits, sampling)
-    # A ratio of two probabilities changes by a factor of at most 1 + slack, hence a cumulative probability c by at
-    # most slack * c * (1 - c); near a boundary c is u.
-    slack = math.expm1(min(2 * tolerance / sampling.temperature, MOST_SLACK))
-    cumulative = probs.cumsum(dim=-1)  # (B, V)
+    # A cumulative probability c changes by at most slack * c * (1 - c); near a boundary c is u.
+    slack = ratio_slack(sampling.temperature, tolerance)
+    cumulative = probs.cumsum(axis=-1)  # (B, V)
     # The first id whose cumulative probability exceeds u; a dropped character adds nothing, so it is never the first.
     # The last entry is 1 only to rounding: u is scaled by it, and kept below it where the product rounds up.
     total = cumulative[:, -1:]
-    shifts = torch.tensor([0.0, -slack, slack], dtype=torch.float64)
     u = uniforms[:, None]
-    targets = (u + u * (1 - u) * shifts).clamp(min=0) * total  # (B, 3)
-    targets = torch.minimum(targets, torch.nextafter(total, torch.zeros_like(total)))
-    drawn = torch.searchsorted(cumulative, targets, right=True)  # (B, 3)
-    doubts = (drawn != drawn[:, :1]).any(dim=-1)
+    targets = np.maximum(u + u * (1 - u) * np.array([0.0, -slack, slack]), 0.0) * total  # (B, 3)
+    targets = np.minimum(targets, np.nextafter(total, 0.0))
+    drawn = (cumulative[:, None] <= targets[:, :, None]).sum(axis=-1)  # (B, 3)
+    doubts = (drawn != drawn[:, :1]).any(axis=-1)
     if sampling.temperature < tolerance:
         # So cold that it is all but greedy.
         doubts |= _lead(logits) <= 2 * tolerance
     if sampling.filters and tolerance:
-        doubts |= _filters_in_doubt(logits, probs, sampling, slack)
+        doubts |= _filters_in_doubt(logits, sampling, slack)
     return drawn[:, 0], doubts
 
 
-def _lead(logits: Tensor) -> Tensor:
+def ratio_slack(temperature: float, tolerance: float) -> float:
+    """By what share a ratio of two probabilities may change if logits may differ by a tolerance; 0 at temperature 0."""
+    return math.expm1(min(2 * tolerance / temperature, MOST_SLACK)) if temperature else 0.0
+
+
+def _weights(logits: Logits, temperature: float) -> NDArray[np.float64]:
+    """What unfiltered probabilities are proportional to, (B, V): 1 for the largest logit."""
+    # Few numbers, so exactness is free: float64 keeps sums from hiding a character.
+    logits = logits.astype(np.float64)
+    # Shifted first, so that a temperature near zero divides nothing positive; what overflows to minus infinity is 0.
+    with np.errstate(over="ignore"):
+        weights: NDArray[np.float64] = np.exp((logits - logits.max(axis=-1, keepdims=True)) / temperature)
+    return weights
+
+
+def _kept(logits: Logits, weights: NDArray[np.float64], top_k: int, top_p: float, min_p: float) -> NDArray[np.bool_]:
+    """Which characters pass the filters, (B, V); the most probable one always does."""
+    # Ranked by logits, which a high temperature cannot make equal; stable, so that top-k keeps exactly k.
+    order = np.argsort(-logits, axis=-1, kind="stable")
+    ranked = np.take_along_axis(weights, order, axis=-1)
+    # What is zero to rounding is never drawn.
+    passes = (ranked > 0) & (ranked >= min_p * ranked[:, :1])
+    if top_k:
+        passes[:, top_k:] = False
+        ranked[:, top_k:] = 0
+    if top_p < 1:
+        before = ranked.cumsum(axis=-1) - ranked
+        passes &= before < top_p * ranked.sum(axis=-1, keepdims=True)
+    passes[:, 0] = True
+    kept = np.empty_like(passes)
+    np.put_along_axis(kept, order, passes, axis=-1)
+    return kept
+
+
+def _lead(logits: Logits) -> NDArray[np.float64]:
     """By how much the largest logit of each row exceeds the second largest; infinity where there is only one."""
-    logits = logits.to("cpu", torch.float64)
     if logits.shape[-1] == 1:
-        return torch.full(logits.shape[:1], math.inf, dtype=torch.float64)
-    first, second = logits.topk(2, dim=-1).values.unbind(dim=-1)
-    return first - second
+        return np.full(len(logits), math.inf)
+    ranked: NDArray[np.float64] = np.sort(logits.astype(np.float64), axis=-1)
+    return ranked[:, -1] - ranked[:, -2]
 
 
-def _filters_in_doubt(logits: Tensor, probs: Tensor, sampling: Sampling, slack: float) -> Tensor:
-    """Whether another set of characters might have passed the filters."""
-    kept = probs > 0
-    unfiltered = probabilities(logits, Sampling(sampling.temperature))
-    least_kept = unfiltered.masked_fill(~kept, math.inf).amin(dim=-1)
-    most_dropped = unfiltered.masked_fill(kept, 0.0).amax(dim=-1)
+def _filters_in_doubt(logits: Logits, sampling: Sampling, slack: float) -> NDArray[np.bool_]:
+    """Whether another set of characters might have passed the filters, (B,)."""
+    weights = _weights(logits, sampling.temperature)
+    kept = _kept(logits, weights, sampling.top_k, sampling.top_p, sampling.min_p)
+    least_kept = np.where(kept, weights, math.inf).min(axis=-1)
+    most_dropped = np.where(kept, 0.0, weights).max(axis=-1)
     # Two characters on either side of a cut might change places ...
-    doubts = least_kept <= most_dropped * (1 + slack)
-    # ... or the cut itself might move.
+    doubts: NDArray[np.bool_] = least_kept <= most_dropped * (1 + slack)
+    # ... or the cut itself might move: a share of all by a quarter of the slack at most, a ratio by all of it.
     for sign in (-1, 1):
-        moved = replace(
-            sampling,
-            top_p=sampling.top_p if sampling.top_p == 1 else min(1.0, max(sampling.top_p + sign * slack / 4, 1e-300)),
-            min_p=min(1.0, max(0.0, sampling.min_p * (1 + sign * slack))),
-        )
-        doubts |= ((probabilities(logits, moved) > 0) != kept).any(dim=-1)
+        top_p = sampling.top_p + sign * slack / 4 if sampling.top_p < 1 else 1.0
+        moved = _kept(logits, weights, sampling.top_k, top_p, sampling.min_p * (1 + sign * slack))
+        doubts |= (moved != kept).any(axis=-1)
     return doubts
 
 
-def _mix(z: int) -> int:
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK_64
-    return z ^ z >> 31
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    # Products that do not fit lose their high bits, as they are meant to.
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import mpmath  # type: ignore[import-untyped]
 import numpy as np
@@ -19,6 +19,7 @@ from minigpt.evaluation import cross_entropy
 from minigpt.kernels import sliding_window_mask
 from minigpt.model import (
     GPT,
+    _table,
     attention,
     rotary_angles,
     rotate,
@@ -119,6 +120,7 @@ def test_angles_at_any_position_are_exact(position: int) -> None:
         exact_sin = torch.tensor([float(mpmath.sin(angle)) for angle in angles], dtype=torch.float64)
     # Half a unit in the last place of a factor, times the position, and as much again for the product.
     tolerance = position * 2.0**-52 + 2.0**-52
+    exact_cos, exact_sin = torch.cat((exact_cos, exact_cos)), torch.cat((-exact_sin, exact_sin))
     torch.testing.assert_close(cos[row], exact_cos, rtol=0, atol=tolerance)
     torch.testing.assert_close(sin[row], exact_sin, rtol=0, atol=tolerance)
     # The narrow types hold the exact number, rounded once.
@@ -129,10 +131,29 @@ def test_angles_at_any_position_are_exact(position: int) -> None:
             torch.testing.assert_close(rounded[0].double(), exact, rtol=0, atol=tolerance + torch.finfo(dtype).eps / 4)
 
 
+@pytest.mark.parametrize(("start", "T"), [(0, 1), (1023, 1), (1024, 1), (1000, 24), (1000, 25), (5, 3000)])
+def test_angles_of_many_positions_are_those_of_each(start: int, T: int) -> None:
+    together = rotary_angles(start, T, 8, torch.float64)
+    for i in (0, T // 2, T - 1):
+        for some, one in zip(together, rotary_angles(start + i, 1, 8, torch.float64), strict=True):
+            assert some.shape == (T, 8)
+            assert torch.equal(some[i : i + 1], one)
+
+
+def test_angles_that_were_made_for_writing_serve_training() -> None:
+    _table.cache_clear()
+    with torch.inference_mode():
+        cos, _ = rotary_angles(0, 4, 8, torch.float64)
+    x = torch.ones(4, 8, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad((x * cos).sum(), x)
+    assert torch.equal(grad, cos)
+
+
 def test_a_pair_turns_by_its_angle() -> None:
     # Two pairs, (1, 3) and (2, 4) of half-split channels: a quarter turn and a half turn.
     x = torch.tensor([[[[1.0, 2, 3, 4]]]], dtype=torch.float64)
-    cos, sin = torch.tensor([[0.0, -1]], dtype=torch.float64), torch.tensor([[1.0, 0]], dtype=torch.float64)
+    cos = torch.tensor([[0.0, -1, 0, -1]], dtype=torch.float64)
+    sin = torch.tensor([[-1.0, 0, 1, 0]], dtype=torch.float64)
     assert rotate(x, cos, sin).flatten().tolist() == [-3, -2, 1, -4]
 
 
@@ -204,52 +225,20 @@ def test_the_network_equals_a_second_implementation_in_numpy(
         assert logits.std() > 0.1
 
 
-def test_the_network_equals_qwen3_of_transformers(tiny_model: GPT, draw_ids: Callable[..., Tensor]) -> None:
-    transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed; it is optional")
-    config = tiny_model.config
-    qwen = transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
-            vocab_size=config.vocab_size,
-            hidden_size=config.n_embd,
-            intermediate_size=config.n_inner,
-            num_hidden_layers=config.n_layer,
-            num_attention_heads=config.n_head,
-            num_key_value_heads=config.n_head,
-            head_dim=config.head_dim,
-            rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-            tie_word_embeddings=False,
-            attention_bias=False,
-            use_sliding_window=True,
-            sliding_window=config.window,
-            max_window_layers=0,
-            layer_types=["sliding_attention"] * config.n_layer,
-            attn_implementation="eager",
-        )
-    ).double()
-    names = {"wte.": "model.embed_tokens.", "norm_f.": "model.norm.", "lm_head.": "lm_head."}
-    inside = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm", "attn.proj": "self_attn.o_proj"}
-    inside |= {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm", "mlp.down": "mlp.down_proj"}
-    weights = {}
-    for name, weight in tiny_model.state_dict().items():
-        if not name.startswith("blocks."):
-            module, _, _ = name.partition("weight")
-            weights[names[module] + "weight"] = weight
-            continue
-        _, layer, module = name.removesuffix(".weight").split(".", 2)
-        at = f"model.layers.{layer}."
-        if module == "attn.qkv":
-            for part, rows in zip("qkv", weight.chunk(3), strict=True):
-                weights[f"{at}self_attn.{part}_proj.weight"] = rows
-        elif module == "mlp.gate_up":
-            weights[f"{at}mlp.gate_proj.weight"], weights[f"{at}mlp.up_proj.weight"] = weight.chunk(2)
-        else:
-            weights[f"{at}{inside[module]}.weight"] = weight
-    qwen.load_state_dict(weights, strict=True)
-    idx = draw_ids(40, 2)
-    with torch.inference_mode():
-        # Its norms and angles are float32 whatever the weights are, hence the tolerance.
-        torch.testing.assert_close(tiny_model(idx), qwen(idx, use_cache=False).logits, rtol=0, atol=2e-5)
+@pytest.mark.parametrize("T", [1, 2, 5, 9, 13, 14, 40])
+def test_the_last_logits_are_those_of_all_positions(T: int, tiny_model: GPT, draw_ids: Callable[..., Tensor]) -> None:
+    idx = draw_ids(T, 2)
+    torch.testing.assert_close(tiny_model.last_logits(idx), tiny_model(idx)[:, -1], rtol=0, atol=1e-12)
+
+
+def test_the_last_logits_take_half_of_the_work(tiny_config: GPTConfig, draw_ids: Callable[..., Tensor]) -> None:
+    seen: list[int] = []
+    model = GPT(replace(tiny_config, n_layer=4, window=5))
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+    model.last_logits(draw_ids(30))
+    # Of the receptive field of 17 positions; a last layer that needed one would compute what it reads.
+    assert seen == [30, 13, 9, 5]
 
 
 def test_a_fresh_model_predicts_every_character_alike(tiny_config: GPTConfig, draw_ids: Callable[..., Tensor]) -> None:

@@ -9,37 +9,42 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from torch import Tensor
 
 from minigpt import sampling as module
 from minigpt.errors import ConfigError
-from minigpt.sampling import Sampling, probabilities, sample, sample_and_doubt, uniform
+from minigpt.sampling import Logits, Sampling, probabilities, sample, sample_and_doubt, uniforms
 
 LAST_BELOW_ONE = 1 - 2.0**-53
 DROPPED = -math.inf
 
 
-def row(*logits: float, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.tensor([logits], dtype=dtype)
+def row(*logits: float, dtype: type[np.floating[Any]] = np.float64) -> Logits:
+    return np.array([logits], dtype)
 
 
-def of_probabilities(*probs: float) -> Tensor:
-    return row(*probs).log()
+def of_probabilities(*probs: float) -> Logits:
+    with np.errstate(divide="ignore"):
+        return np.log(row(*probs))
 
 
-def draw(logits: Tensor, u: float, settings: Sampling) -> int:
-    return int(sample(logits, torch.tensor([u], dtype=torch.float64), settings).item())
+def draw(logits: Logits, u: float, settings: Sampling) -> int:
+    return int(sample(logits, np.array([u]), settings)[0])
 
 
-def kept(logits: Tensor, settings: Sampling) -> list[int]:
-    return probabilities(logits, settings)[0].nonzero().flatten().tolist()
+def kept(logits: Logits, settings: Sampling) -> list[int]:
+    ids: list[int] = probabilities(logits, settings)[0].nonzero()[0].tolist()
+    return ids
 
 
 # The uniform number
+
+
+def uniform(seed: int, number: int, position: int) -> float:
+    """The number of one character."""
+    return float(uniforms(seed, [number], position, 1)[0, 0])
 
 
 def split_mix(*words: int) -> float:
@@ -56,8 +61,8 @@ def split_mix(*words: int) -> float:
 
 def test_the_mixing_function_is_that_of_split_mix_64() -> None:
     # The first outputs of the public reference program (Vigna, splitmix64.c) from the state 0.
-    outputs = [module._mix(n * 0x9E3779B97F4A7C15 % 2**64) for n in (1, 2, 3)]
-    assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    states = np.array([n * 0x9E3779B97F4A7C15 % 2**64 for n in (1, 2, 3)], np.uint64)
+    assert module._mix(states).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +84,12 @@ def test_texts_of_today_can_be_written_again_tomorrow() -> None:
     ]
 
 
+@pytest.mark.parametrize("start", [0, 5, 2**40])
+def test_numbers_of_many_characters_are_those_of_each(start: int) -> None:
+    together = uniforms(7, [0, 3, 1], start, 4)
+    assert together.tolist() == [[uniform(7, number, start + n) for number in (0, 3, 1)] for n in range(4)]
+
+
 @given(st.integers(-(2**70), 2**70), st.integers(0, 2**20), st.integers(0, 2**40))
 def test_the_number_is_from_zero_to_below_one(seed: int, number: int, position: int) -> None:
     assert 0 <= uniform(seed, number, position) < 1
@@ -88,7 +99,7 @@ def test_the_number_is_from_zero_to_below_one(seed: int, number: int, position: 
 def test_the_extreme_states_give_zero_and_the_last_number_below_one(
     bits: int, number: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_mix", lambda z: bits)
+    monkeypatch.setattr(module, "_mix", lambda z: np.full_like(z, bits))
     assert uniform(1, 2, 3) == number
 
 
@@ -119,7 +130,7 @@ def test_probabilities_are_the_softmax_of_logits_over_temperature() -> None:
         weights = np.exp((logits - 3) / temperature)
         expected = weights / weights.sum()
         probs = probabilities(row(*logits), Sampling(temperature))
-        np.testing.assert_allclose(probs[0].numpy(), expected, rtol=1e-12)
+        np.testing.assert_allclose(probs[0], expected, rtol=1e-12)
 
 
 @given(
@@ -175,7 +186,7 @@ def test_top_k_one_takes_the_most_probable_even_when_temperature_levels_all() ->
 )
 def test_filters_keep_what_they_say_and_share_it_out(settings: Sampling, expected: list[float]) -> None:
     probs = probabilities(of_probabilities(0.1, 0.3, 0.2, 0.05, 0.35), settings)
-    np.testing.assert_allclose(probs[0].numpy(), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(probs[0], expected, rtol=0, atol=1e-12)
 
 
 def test_temperature_comes_before_the_filters() -> None:
@@ -230,23 +241,23 @@ SETTINGS = st.builds(
 @given(st.lists(st.sampled_from([-3.0, 0.0, 0.7, 1.0, 1.9]), min_size=1, max_size=9), SETTINGS)
 def test_filters_combine_in_the_documented_order(logits: list[float], settings: Sampling) -> None:
     probs = probabilities(row(*logits), settings)[0]
-    np.testing.assert_allclose(probs.numpy(), reference(logits, settings), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(probs, reference(logits, settings), rtol=0, atol=1e-12)
 
 
 def test_logits_are_left_as_they_were() -> None:
     # In float64 on the CPU, where a copy is not needed for the type.
     logits = row(1, 3, 2, 2)
-    before = logits.clone()
+    before = logits.copy()
     for settings in (Sampling(0), Sampling(0.5), Sampling(top_k=2), Sampling(top_p=0.5), Sampling(min_p=0.5)):
         draw(logits, 0.5, settings)
-        assert torch.equal(logits, before)
+        assert np.array_equal(logits, before)
 
 
 def test_rows_are_drawn_each_from_its_own_distribution_and_number() -> None:
-    logits = torch.cat(
+    logits = np.concatenate(
         (of_probabilities(0.5, 0.5, 0), of_probabilities(0, 0.25, 0.75), of_probabilities(0.2, 0.3, 0.5))
     )
-    uniforms = torch.tensor([0.4, 0.3, 0.6], dtype=torch.float64)
+    uniforms = np.array([0.4, 0.3, 0.6])
     assert sample(logits, uniforms, Sampling()).tolist() == [0, 2, 2]
     settings = Sampling(top_k=2, top_p=0.9, min_p=0.1)
     alone = [draw(logits[i : i + 1], uniforms[i].item(), settings) for i in range(3)]
@@ -269,25 +280,25 @@ def test_frequencies_over_evenly_spaced_numbers_are_the_probabilities() -> None:
     settings = Sampling(temperature=0.8, top_k=5, top_p=0.97, min_p=0.05)
     logits = row(0.3, -1, 2, 1.5, -0.2, 0.9, -4, 1.5)
     n = 10_000
-    uniforms = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-    counts = torch.bincount(sample(logits.expand(n, -1), uniforms, settings), minlength=8)
+    numbers = (np.arange(n) + 0.5) / n
+    counts = np.bincount(sample(logits.repeat(n, axis=0), numbers, settings), minlength=8)
     # Each boundary between characters lies within one step: no chance involved.
-    assert (counts - n * probabilities(logits, settings)[0]).abs().max() <= 1
-    assert counts.count_nonzero() == 5
+    assert np.abs(counts - n * probabilities(logits, settings)[0]).max() <= 1
+    assert np.count_nonzero(counts) == 5
 
 
 def test_frequencies_over_the_numbers_of_a_text_are_the_probabilities() -> None:
     logits, n = row(0.3, -1, 2, 1.5), 20_000
-    uniforms = torch.tensor([uniform(7, 0, position) for position in range(n)], dtype=torch.float64)
-    counts = torch.bincount(sample(logits.expand(n, -1), uniforms, Sampling()), minlength=4)
+    numbers = uniforms(7, [0], 0, n)[:, 0]
+    counts = np.bincount(sample(logits.repeat(n, axis=0), numbers, Sampling()), minlength=4)
     expected = n * probabilities(logits, Sampling())[0]
     # Chi-square, 3 degrees of freedom. Fixed numbers; another seed would fail once in ten thousand.
     assert ((counts - expected) ** 2 / expected).sum() < 21.1
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("u", [0.0, LAST_BELOW_ONE])
-def test_the_extreme_numbers_draw_no_impossible_character(u: float, dtype: torch.dtype) -> None:
+def test_the_extreme_numbers_draw_no_impossible_character(u: float, dtype: type[np.floating[Any]]) -> None:
     assert draw(row(DROPPED, -1e30, 0, 0, 0, -1e30, DROPPED, dtype=dtype), u, Sampling()) == (2 if u == 0 else 4)
 
 
@@ -326,6 +337,7 @@ TOLERANCE = 0.05  # far more than rounding, so that a bound that holds only for 
     st.tuples(st.integers(0, 6), st.sampled_from([0.01, 0.5, 0.99])),
     SETTINGS | st.just(Sampling(0)) | st.builds(Sampling, st.sampled_from([0.02, 0.3, 1.0, 3.0])),
 )
+@example([(0.0, -1.0), (1.0, -1.0), (1.0, 0.0)], (0, 0.5), Sampling(0.3, top_p=0.9, min_p=0.9))
 def test_without_a_doubt_logits_a_tolerance_away_draw_the_same_id(
     moved: list[tuple[float, float]], place: tuple[int, float], settings: Sampling
 ) -> None:
@@ -335,9 +347,9 @@ def test_without_a_doubt_logits_a_tolerance_away_draw_the_same_id(
     # A number between a boundary of the one distribution and the same boundary of the other: there they part.
     index, share = place
     ways = [probabilities(x, replace(settings, temperature=settings.temperature or 1.0)) for x in (logits, others)]
-    here, there = (probs.cumsum(dim=-1)[0, index % len(moved)].item() for probs in ways)
+    here, there = (probs.cumsum(axis=-1)[0, index % len(moved)].item() for probs in ways)
     u = min(max(0.0, here + share * (there - here)), LAST_BELOW_ONE)
-    ids, doubts = sample_and_doubt(logits, torch.tensor([u], dtype=torch.float64), settings, TOLERANCE)
+    ids, doubts = sample_and_doubt(logits, np.array([u]), settings, TOLERANCE)
     assert ids.item() == draw(logits, u, settings)
     assert doubts.item() or draw(others, u, settings) == ids.item()
 
@@ -347,9 +359,9 @@ def test_without_a_doubt_logits_a_tolerance_away_draw_the_same_id(
 )
 def test_doubts_are_as_rare_as_the_tolerance_is_small(settings: Sampling) -> None:
     logits, n = row(0.3, -1, 2, 1.5, -0.2, 0.9, -4), 100_000
-    uniforms = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-    ids, doubts = sample_and_doubt(logits.expand(n, -1), uniforms, settings, 2e-5)
-    assert torch.equal(ids, sample(logits.expand(n, -1), uniforms, settings))
+    uniforms = (np.arange(n) + 0.5) / n
+    ids, doubts = sample_and_doubt(logits.repeat(n, axis=0), uniforms, settings, 2e-5)
+    assert np.array_equal(ids, sample(logits.repeat(n, axis=0), uniforms, settings))
     # A boundary between two ids casts doubt on 2 u (1 - u) * 4e-5 / temperature of the numbers: at most 4 of them.
     assert 1 <= doubts.sum() <= 4 * 6
 
@@ -361,25 +373,26 @@ def test_doubts_are_as_rare_as_the_tolerance_is_small(settings: Sampling) -> Non
         (row(0, 1, 1e-6), Sampling(top_k=2)),
         (of_probabilities(0.5, 0.3 + 1e-6, 0.2 - 1e-6), Sampling(top_p=0.8)),
         (of_probabilities(0.5, 0.3 - 1e-6, 0.2 + 1e-6), Sampling(top_p=0.8)),
+        (row(1e-6, 0, -1), Sampling(min_p=1)),
         (of_probabilities(0.6, 0.3 + 1e-6, 0.1 - 1e-6), Sampling(min_p=0.5)),
         (of_probabilities(0.6, 0.3 - 1e-6, 0.1 + 1e-6), Sampling(min_p=0.5)),
     ],
 )
-def test_a_choice_of_characters_that_rounding_could_change_is_in_doubt(logits: Tensor, settings: Sampling) -> None:
+def test_a_choice_of_characters_that_rounding_could_change_is_in_doubt(logits: Logits, settings: Sampling) -> None:
     # The number itself is far from every boundary.
-    u = torch.tensor([0.3], dtype=torch.float64)
+    u = np.array([0.3])
     assert sample_and_doubt(logits, u, settings, 2e-5)[1].item()
     assert not sample_and_doubt(logits, u, settings, 1e-9)[1].item()
 
 
 def test_each_row_has_its_own_doubt() -> None:
-    logits, uniforms = row(0, 0).expand(3, -1), torch.tensor([0.4, 0.5, 0.6], dtype=torch.float64)
+    logits, uniforms = row(0, 0).repeat(3, axis=0), np.array([0.4, 0.5, 0.6])
     assert sample_and_doubt(logits, uniforms, Sampling(), 1e-6)[1].tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("settings", [Sampling(1e-8), Sampling(1e-310), Sampling(1e-5, min_p=0.1)], ids=str)
 def test_a_temperature_near_zero_is_no_reason_to_fail(settings: Sampling) -> None:
-    ids, doubts = sample_and_doubt(row(1, 2), torch.tensor([0.5], dtype=torch.float64), settings, 2e-5)
+    ids, doubts = sample_and_doubt(row(1, 2), np.array([0.5]), settings, 2e-5)
     assert (ids.item(), doubts.item()) == (1, False)
 
 
@@ -412,7 +425,7 @@ def test_settings_that_filter_nothing_are_allowed() -> None:
 
 
 def test_a_temperature_that_is_all_but_zero_is_in_doubt_where_being_greedy_is() -> None:
-    u = torch.tensor([0.5], dtype=torch.float64)
+    u = np.array([0.5])
     for first, doubt in ((1e-6, True), (1e-3, False)):
-        logits = torch.tensor([[1.0, 1.0 - first]], dtype=torch.float64)
+        logits = row(1.0, 1.0 - first)
         assert sample_and_doubt(logits, u, Sampling(1e-8), 2e-5)[1].item() is doubt
