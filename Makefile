@@ -25,7 +25,7 @@ clean:
 	$(PYTHON) -m venv .venv
 
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fast]'
 	touch $@
 
 .venv/installed-test: .venv/bin/python pyproject.toml constraints.txt

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from minigpt.checkpoint import Checkpoint, load, save_checkpoint
     from minigpt.config import GPTConfig, TrainConfig
     from minigpt.corpus import Corpus, load_corpus
+    from minigpt.engine import choose_engine
     from minigpt.errors import MinigptError
     from minigpt.evaluation import loss_by_position, stream_losses, window_loss
     from minigpt.generation import generate
@@ -46,6 +47,7 @@ _HOME = {
     "KVCache": "kv_cache",
     "GPT": "model",
     "attention": "model",
+    "choose_engine": "engine",
     "find_checkpoint": "runs",
     "Sampling": "sampling",
     "CharTokenizer": "tokenizer",
@@ -69,6 +71,7 @@ __all__ = [
     "Trainer",
     "__version__",
     "attention",
+    "choose_engine",
     "find_checkpoint",
     "generate",
     "load",

@@ -32,6 +32,10 @@ MOST_MINUTES = 366 * 24 * 60.0
 # Of the sample of its writing that a run keeps at each evaluation, in characters.
 SAMPLE_CHARS = 200
 
+# What weights are rounded to for writing, unless it is said otherwise: the fastest of `weights.FORMATS`, and the
+# held-out loss of three trained models changed by 0.0002 at most.
+DEFAULT_FORMAT = "int8"
+
 # Near the largest number of float32, with room to multiply.
 MOST_FLOAT = 1e30
 

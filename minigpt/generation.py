@@ -9,12 +9,15 @@ import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from minigpt.engine import RUN, Drawn, Engine, TorchEngine, draw
 from minigpt.kv_cache import KVCache
 from minigpt.model import GPT, evaluating
-from minigpt.sampling import Sampling, sample, sample_and_doubt, uniform
+from minigpt.sampling import Sampling, uniforms
 
 # Prompt positions read in one call: enough to keep the processor busy, few enough to keep memory flat.
 PREFILL_CHUNK = 512
@@ -23,6 +26,9 @@ PREFILL_CHUNK = 512
 # Two float32 computations of the same logits were seen to differ by 1.2e-6 (root mean square; 9e-6 at most among
 # 100,000). Where a difference of this much could change a draw, float64 decides, with the cache and without alike.
 LOGIT_TOLERANCE = 2e-5
+
+# Texts side by side, each with all that can influence what follows.
+Texts = Sequence[deque[int]]
 
 
 @torch.inference_mode()
@@ -35,6 +41,7 @@ def generate(
     seed: int = 0,
     samples: Sequence[int] = (0,),
     use_cache: bool = True,
+    engine: Engine | None = None,
 ) -> Iterator[list[int]]:
     """Continues a prompt, for several samples side by side.
 
@@ -50,6 +57,7 @@ def generate(
         samples: which samples to write; `range(n)` for the first n.
         use_cache: keep keys and values and compute one position a step, or recompute every position of the prefix
             that can influence the next one (the last ``receptive_field``). Same ids either way.
+        engine: what goes on from the cache, made for this model; None takes torch. Same ids with each.
 
     Yields:
         One id a sample, as soon as it is drawn.
@@ -64,22 +72,49 @@ def generate(
     # Nothing before the receptive field can reach the next prediction, so leaving it out changes nothing.
     texts = [deque(prompt, maxlen=model.config.receptive_field) for _ in samples]
     referee = _Referee(model)
-    kv_cache: KVCache | None = None
-    for position in range(len(prompt), len(prompt) + max_new_tokens):
+    writer = _Cached(model, engine or TorchEngine(model)) if use_cache else _Recomputed(model)
+    position, end = len(prompt), len(prompt) + max_new_tokens
+    while position < end:
+        numbers = uniforms(seed, samples, position, min(RUN, end - position))
         with evaluating(model):
-            if not use_cache:
-                logits = model(_ids(model, texts))[:, -1]  # (B, V)
-            elif kv_cache is None:
-                kv_cache = model.new_cache()
-                logits = prefill(model, _ids(model, texts[:1]), kv_cache).expand(len(samples), -1)
-                kv_cache = kv_cache.repeat(len(samples))
-            else:
-                logits = model(_ids(model, [[text[-1]] for text in texts]), kv_cache)[:, -1]
-            uniforms = torch.tensor([uniform(seed, s, position) for s in samples], dtype=torch.float64)
-            drawn = referee.sample(logits, uniforms, sampling, texts)
-        for text, id_ in zip(texts, drawn, strict=True):
-            text.append(id_)
-        yield drawn
+            drawn, doubts = writer.write(texts, numbers, sampling, referee.tolerance)
+            steps: list[list[int]] = drawn.tolist()
+            for step, ids in enumerate(steps):
+                if step == len(steps) - 1:
+                    for row in doubts.nonzero()[0]:
+                        ids[row] = referee.decide(texts[row], numbers[step, row], sampling)
+                for text, id_ in zip(texts, ids, strict=True):
+                    text.append(id_)
+        position += len(steps)
+        yield from steps
+
+
+class _Recomputed:
+    """Computes all of the texts that matters, for one step a call."""
+
+    def __init__(self, model: GPT) -> None:
+        self._model = model
+
+    def write(self, texts: Texts, numbers: NDArray[np.float64], sampling: Sampling, tolerance: float) -> Drawn:
+        logits = self._model(_ids(self._model, texts))[:, -1]  # (B, V)
+        return draw(logits, numbers[0], sampling, tolerance)
+
+
+class _Cached:
+    """Reads the texts, which start alike, once, then goes on from the cache."""
+
+    def __init__(self, model: GPT, engine: Engine) -> None:
+        self._model = model
+        self._engine = engine
+        self._kv_cache: KVCache | None = None
+
+    def write(self, texts: Texts, numbers: NDArray[np.float64], sampling: Sampling, tolerance: float) -> Drawn:
+        if self._kv_cache is None:
+            kv_cache = self._model.new_cache()
+            logits = prefill(self._model, _ids(self._model, texts[:1]), kv_cache).expand(len(texts), -1)
+            self._kv_cache = kv_cache.repeat(len(texts))
+            return draw(logits, numbers[0], sampling, tolerance)
+        return self._engine.decode(self._kv_cache, [text[-1] for text in texts], numbers, sampling, tolerance)
 
 
 def prefill(model: GPT, prompt: Tensor, kv_cache: KVCache) -> Tensor:
@@ -100,20 +135,17 @@ class _Referee:
 
     def __init__(self, model: GPT) -> None:
         self._model = model
-        self._tolerance = 0.0 if model.lm_head.weight.dtype == torch.float64 else LOGIT_TOLERANCE
+        self.tolerance = 0.0 if model.lm_head.weight.dtype == torch.float64 else LOGIT_TOLERANCE
         # Made when it is needed first; on the CPU, since not every GPU has float64.
         self._exact: GPT | None = None
 
-    def sample(self, logits: Tensor, uniforms: Tensor, sampling: Sampling, texts: Sequence[Sequence[int]]) -> list[int]:
-        """Ids drawn from logits, (B, V), of what follows the texts, whose receptive fields are given in full."""
-        drawn, doubts = sample_and_doubt(logits, uniforms, sampling, self._tolerance)
-        ids: list[int] = drawn.tolist()
-        for row in doubts.nonzero()[:, 0].tolist() if self._tolerance else ():
-            if self._exact is None:
-                self._exact = copy.deepcopy(self._model).to("cpu", torch.float64)
-            exact_logits = prefill(self._exact, _ids(self._exact, [texts[row]]), self._exact.new_cache())
-            ids[row] = int(sample(exact_logits, uniforms[row : row + 1], sampling))
-        return ids
+    def decide(self, text: Iterable[int], number: float, sampling: Sampling) -> int:
+        """The id that follows a text, whose receptive field is given in full."""
+        if self._exact is None:
+            self._exact = copy.deepcopy(self._model).to("cpu", torch.float64)
+        logits = self._exact.last_logits(_ids(self._exact, [text]))
+        ids, _ = draw(logits, np.array([number]), sampling, tolerance=0.0)
+        return int(ids[0, 0])
 
 
 def _ids(model: GPT, texts: Iterable[Iterable[int]]) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -13,7 +15,10 @@ from torch import Tensor
 
 from minigpt.bench import random_model
 from minigpt.config import GPTConfig
+from minigpt.engine import FusedEngine
 from minigpt.model import GPT
+from minigpt.sampling import Sampling
+from minigpt.weights import FORMATS
 
 # The same examples in every run, and no deadline: a slow machine is no failure.
 settings.register_profile("seeded", derandomize=True, deadline=None)
@@ -22,6 +27,16 @@ settings.load_profile("seeded")
 torch.set_num_threads(1)
 # A check of theirs that fails tells its values, as those of the tests do.
 pytest.register_assert_rewrite("tests.run_support", "tests.source_support")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_engine() -> None:
+    """Compiles the fused engine, once for all later processes, so that no test is told that this takes a while."""
+    if importlib.util.find_spec("numba") is not None:
+        model = random_model(GPTConfig(vocab_size=3, n_layer=1, n_head=1, n_embd=4, block_size=4, window=2))
+        for weights in FORMATS:
+            engine = FusedEngine(model, weights, 1, lambda _: None)
+            engine.decode(model.new_cache(), [0], np.zeros((1, 1)), Sampling(), 0.0)
 
 
 @pytest.fixture

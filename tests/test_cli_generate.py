@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import importlib.util
 import io
 import itertools
 import json
@@ -9,6 +12,8 @@ import os
 import re
 import shutil
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,9 @@ import pytest
 from minigpt import GPT, Sampling
 from minigpt import generate as generate_ids
 from minigpt.cli import main
+from minigpt.config import DEFAULT_FORMAT
+from minigpt.engine import FusedEngine
+from minigpt.weights import round_weights
 from tests.cli_support import CACHE_BYTES, SMALL, Program, run, trained_checkpoint
 
 PROMPT = "MARGIT: The "
@@ -26,14 +34,25 @@ JSON_KEYS = {
     "prefill_s",
     "decode_s",
     "chars_per_s",
+    "loading_s",
     "mode",
+    "engine",
+    "weights",
     "cache_bytes",
     "seed",
     "checkpoint",
 }
+needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 needs_posix = pytest.mark.skipif(os.name == "nt", reason="pipes and signals as POSIX has them")
 
 pytestmark = pytest.mark.usefixtures("own_run")
+
+
+@functools.cache
+def rounded_model() -> GPT:
+    model = copy.deepcopy(trained_checkpoint().model)
+    round_weights(model, DEFAULT_FORMAT)
+    return model
 
 
 def expected(
@@ -46,10 +65,10 @@ def expected(
     top_k: int = 0,
     cache: bool = True,
 ) -> str:
-    """What the library writes for these options."""
+    """What the library writes for these options with weights as the command rounds them."""
     checkpoint = trained_checkpoint()
     ids = generate_ids(
-        checkpoint.model,
+        rounded_model(),
         checkpoint.tokenizer.encode(prompt),
         length,
         sampling=Sampling(temperature=temperature, top_k=top_k),
@@ -131,6 +150,82 @@ def test_the_text_is_the_same_with_and_without_the_cache(prompt: str, seed: int)
     # in a million characters, but for a seed always or never.
     line = ("generate", "-p", prompt, "-n", "150", "-s", str(seed), "-t", "1.3", "-q")
     assert run(*line, "--cache").stdout == run(*line, "--no-cache").stdout
+
+
+@pytest.mark.parametrize("weights", ["float32", "float16", "int8"])
+def test_the_text_is_the_same_with_each_engine(weights: str) -> None:
+    line = ("generate", "-p", PROMPT, "-n", "150", "-s", "9", "-t", "1.3", "--weights", weights, "-q")
+    told = run(*line, "--engine", "torch").stdout
+    assert len(told) == len(PROMPT) + 151
+    assert run(*line, "--no-cache").stdout == told
+    if importlib.util.find_spec("numba") is not None:
+        assert run(*line, "--engine", "fused").stdout == told
+
+
+@pytest.mark.parametrize(
+    ("options", "engine", "weights"),
+    [
+        (("--engine", "torch"), "torch", "int8"),
+        (("--engine", "torch", "--weights", "float32"), "torch", "float32"),
+        (("--no-cache", "--weights", "float16"), "torch", "float16"),
+        pytest.param((), "fused", "int8", marks=needs_numba),
+        pytest.param(("--weights", "float16"), "fused", "float16", marks=needs_numba),
+        pytest.param(("--samples", "9"), "fused", "int8", marks=needs_numba),
+    ],
+)
+def test_the_engine_and_the_weights_are_told(options: tuple[str, ...], engine: str, weights: str) -> None:
+    told = run("generate", "-n", "3", *options, "--json")
+    assert (told.json["engine"], told.json["weights"]) == (engine, weights)
+    assert f", {engine} engine, {weights} weights, " in told.stderr.splitlines()[-1]
+
+
+def test_the_fused_engine_without_a_cache_is_a_wrong_command_line() -> None:
+    assert "--no-cache" in run("generate", "--engine", "fused", "--no-cache", code=2).usage
+    assert "'steam'" in run("generate", "-n", "3", "--engine", "steam", "--no-cache", code=1).stderr
+
+
+@needs_numba
+def test_loading_the_engine_is_told_apart_from_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_(engine: FusedEngine, compiling: Callable[[], None]) -> None:
+        time.sleep(0.5)
+        ordinary(engine, compiling)
+
+    ordinary = FusedEngine._compile
+    monkeypatch.setattr(FusedEngine, "_compile", compile_)
+    done = run("generate", "-n", "9", "--json")
+    told = done.json
+    assert told["loading_s"] > 0.5
+    assert 0 < told["decode_s"] < 0.5
+    assert f"; loading the engine took {told['loading_s']:.1f} s" in done.stderr
+    told = run("generate", "-n", "9", "--engine", "torch", "--json")
+    assert told.json["loading_s"] == 0
+    assert "loading" not in told.stderr
+
+
+def test_an_unknown_engine_and_unknown_weights_are_told_those_there_are() -> None:
+    error = run("generate", "-n", "3", "--engine", "steam", code=1).stderr.splitlines()[-1]
+    assert error == "minigpt: there is no engine 'steam': choose one of auto, torch, fused"
+    error = run("generate", "-n", "3", "--weights", "int4", code=1).stderr.splitlines()[-1]
+    assert error == "minigpt: there are no weights 'int4': choose one of float32, float16, int8"
+
+
+def test_without_numba_torch_writes_the_same_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ("generate", "-p", PROMPT, "-n", "40", "-s", "2")
+    expected_text = run(*line).stdout
+    monkeypatch.setattr("minigpt.engine.importlib.util.find_spec", lambda _: None)
+    done = run(*line)
+    assert done.stdout == expected_text
+    assert done.stderr.count("numba is not installed (pip install 'minigpt[fast]')") == 1
+    assert "numba" not in run(*line, "--engine", "torch").stderr
+    error = run(*line, "--engine", "fused", "--checkpoint", "harbour", code=1).error
+    assert error == "the fused engine cannot run here: numba is not installed (pip install 'minigpt[fast]')"
+
+
+def test_of_a_long_prompt_it_is_told_what_is_read() -> None:
+    long = "OLE: Then who shall mind the lamp at the cafe tonight?\n" * 3
+    done = run("generate", "-p", long, "-n", "9", "-s", "1")
+    assert done.stderr.count(f"of the prompt's {len(long):,} characters the last 31 are read") == 1
+    assert "are read" not in run("generate", "-p", long[-31:], "-n", "9", "-s", "1").stderr
 
 
 def test_without_the_cache_none_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from minigpt import generation
@@ -211,15 +213,15 @@ def test_going_on_from_a_generated_text_goes_on_as_if_it_had_not_stopped(
 def test_the_place_in_the_text_draws_the_id_not_the_count_of_new_ones(
     tiny_model: GPT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int, int, int]] = []
+    asked: list[tuple[int, list[int], int, int]] = []
 
-    def number(seed: int, sample: int, position: int) -> float:
-        asked.append((seed, sample, position))
-        return 0.5
+    def numbers(seed: int, samples: Sequence[int], start: int, n: int) -> NDArray[np.float64]:
+        asked.append((seed, list(samples), start, n))
+        return np.full((n, len(samples)), 0.5)
 
-    monkeypatch.setattr(generation, "uniform", number)
+    monkeypatch.setattr(generation, "uniforms", numbers)
     list(generate(tiny_model, [0] * 15, 2, seed=8, samples=(3, 1)))
-    assert asked == [(8, 3, 15), (8, 1, 15), (8, 3, 16), (8, 1, 16)]
+    assert asked == [(8, [3, 1], 15, 2), (8, [3, 1], 16, 1)]
 
 
 # The work that is done

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minigpt.cli.options import CheckpointOption, DeviceOption, EncodingOption, JsonOption, ThreadsOption
+from minigpt.cli.options import (
+    CheckpointOption,
+    DeviceOption,
+    EncodingOption,
+    JsonOption,
+    ThreadsOption,
+)
 
 if TYPE_CHECKING:
     from minigpt.checkpoint import Checkpoint
@@ -34,6 +40,10 @@ def evaluate(
         bool, typer.Option("--all", help="Also read the part of the text that the model was trained on.")
     ] = False,
     checkpoint: CheckpointOption = None,
+    weights: Annotated[
+        str,
+        typer.Option("--weights", help="What the weights are rounded to: float32 (as they are), float16 or int8."),
+    ] = "float32",
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     json: JsonOption = False,
@@ -46,12 +56,14 @@ def evaluate(
     from minigpt.errors import CorpusError
     from minigpt.evaluation import stream_losses
     from minigpt.runs import find_checkpoint
+    from minigpt.weights import round_weights
 
     set_threads(threads)
     path = find_checkpoint(checkpoint)
     if checkpoint is None:
         console.note(f"with {path.parent.name}, the newest run ({path})")
     loaded = load(path, choose_device(device))
+    round_weights(loaded.model, weights)
     text = load_corpus(corpus or [], encoding=encoding, progress=console.bytes_bar("downloading"))
     for sentence in text.notes:
         console.note(sentence)
@@ -76,6 +88,7 @@ def evaluate(
         "nats_per_char": nats,
         "bits_per_char": nats / math.log(2),
         "perplexity": math.exp(nats),
+        "weights": weights,
         "unknown": sum(unknown.values()),
         "by_position": _by_position(loaded, ids),
     }
@@ -122,7 +135,7 @@ def _show(name: str, result: dict[str, Any], unknown: dict[str, int]) -> None:
 
     console.write(
         f"{name}: {result['nats_per_char']:.4f} nats a character, {result['bits_per_char']:.4f} bits, perplexity"
-        f" {result['perplexity']:.3f}\nover {result['characters']:,} characters\n"
+        f" {result['perplexity']:.3f}\nover {result['characters']:,} characters, {result['weights']} weights\n"
     )
     if unknown:
         most = sorted(unknown.items(), key=lambda item: -item[1])[:8]

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from minigpt.cli.options import CheckpointOption, DeviceOption, EncodingOption, JsonOption, ThreadsOption
+from minigpt.cli.options import (
+    CheckpointOption,
+    DeviceOption,
+    EncodingOption,
+    JsonOption,
+    ThreadsOption,
+)
+from minigpt.config import DEFAULT_FORMAT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,6 +67,17 @@ def generate(
         bool,
         typer.Option("--cache/--no-cache", help="Keep keys and values, or recompute the prefix: same text, more work."),
     ] = True,
+    engine: Annotated[
+        str,
+        typer.Option("--engine", help="torch, fused (needs the extra 'fast'), or auto, the faster one: same text."),
+    ] = "auto",
+    weights: Annotated[
+        str,
+        typer.Option(
+            "--weights",
+            help="What the weights are rounded to: int8, the fastest, float16, or float32, as they are.",
+        ),
+    ] = DEFAULT_FORMAT,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     json: JsonOption = False,
@@ -67,16 +85,20 @@ def generate(
 ) -> None:
     """Continue a text, character by character."""
     text = _prompt_text(stdin, prompt, prompt_file, encoding)
+    if engine == "fused" and not cache:
+        raise typer.BadParameter("it goes on from a cache: leave out --no-cache", param_hint="--engine fused")
     if stop and "" in stop:
         raise typer.BadParameter("an empty text is everywhere", param_hint="--stop")
 
     from minigpt import console
     from minigpt.checkpoint import load
     from minigpt.device import choose_device, set_threads
+    from minigpt.engine import choose_engine
     from minigpt.generation import StopFilter
     from minigpt.generation import generate as generate_ids
     from minigpt.runs import find_checkpoint
     from minigpt.sampling import Sampling
+    from minigpt.weights import round_weights
 
     note = console.notes(quiet)
     sampling = Sampling(temperature, top_k, top_p, min_p)
@@ -88,6 +110,12 @@ def generate(
     if loaded.facts.steps == 0:
         note(f"{path} has taken no step of training yet: what it writes is noise")
     text = _known_part(text, loaded, skip_unknown, note)
+    round_weights(loaded.model, weights)
+    if not cache and engine == "auto":
+        engine = "torch"
+    chosen = choose_engine(engine, loaded.model, weights, threads=threads, note=note)
+    if (reach := loaded.model.config.receptive_field) < len(text):
+        note(f"of the prompt's {len(text):,} characters the last {reach:,} are read: no others can reach what follows")
     if seed is None:
         seed = time.time_ns() % 2**32
 
@@ -99,6 +127,7 @@ def generate(
         seed=seed,
         samples=range(samples),
         use_cache=cache,
+        engine=chosen,
     )
     clock = _Clock()
     pieces = _until_stopped(clock.timed(ids), [StopFilter(stop or []) for _ in range(samples)], loaded.tokenizer.chars)
@@ -123,6 +152,8 @@ def generate(
             console.write("\n")
         raise
 
+    # Of the time that the second character took.
+    clock.decode_s -= chosen.loading_s
     cache_bytes = loaded.model.new_cache(samples).nbytes if cache else 0
     if json:
         console.write_json(
@@ -130,10 +161,13 @@ def generate(
                 "prompt": text,
                 "texts": texts,
                 "characters": characters,
+                "loading_s": round(chosen.loading_s, 6),
                 "prefill_s": round(clock.prefill_s, 6),
                 "decode_s": round(clock.decode_s, 6),
                 "chars_per_s": round(clock.chars_per_s * samples, 1),
                 "mode": _mode(cache),
+                "engine": chosen.name,
+                "weights": weights,
                 "cache_bytes": cache_bytes,
                 "seed": seed,
                 "checkpoint": str(path),
@@ -145,7 +179,9 @@ def generate(
         console.write("".join(f"\n--- sample {s + 1} of {samples} ---\n{text}\n" for s, text in enumerate(texts)))
     note(
         f"{characters:,} characters in {clock.prefill_s + clock.decode_s:.2f} s"
-        f" ({clock.chars_per_s * samples:,.0f} a second), {_mode(cache)}, {cache_bytes:,} bytes of cache, seed {seed}"
+        f" ({clock.chars_per_s * samples:,.0f} a second), {_mode(cache)}, {chosen.name} engine, {weights} weights,"
+        f" {cache_bytes:,} bytes of cache, seed {seed}"
+        + (f"; loading the engine took {chosen.loading_s:.1f} s" if chosen.loading_s else "")
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from minigpt.cli.options import CheckpointOption, JsonOption
+from minigpt.config import DEFAULT_FORMAT
 
 if TYPE_CHECKING:
     from minigpt.model import GPT
@@ -36,6 +37,7 @@ def info(checkpoint: CheckpointOption = None, json: JsonOption = False) -> None:
                 "training": asdict(facts),
                 "cache_bytes_per_char": cache_bytes // config.window,
                 "cache_bytes": cache_bytes,
+                "default_weights": DEFAULT_FORMAT,
             }
         )
         return
@@ -53,6 +55,7 @@ def info(checkpoint: CheckpointOption = None, json: JsonOption = False) -> None:
         ("training", f"{facts.steps:,} steps, preset {facts.preset}, {facts.elapsed_s:.0f} s"),
         ("loss", _loss(facts.train_loss, facts.val_loss)),
         ("written by", f"minigpt {facts.minigpt_version}, torch {facts.torch_version}"),
+        ("weights", f"rounded to {DEFAULT_FORMAT} by generate, unless it is told otherwise"),
         ("cache", f"{cache_bytes // config.window:,} bytes a character, at most {cache_bytes:,}"),
     ]
     width = max(len(name) for name, _ in rows)
