@@ -16,7 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from minigpt import bench
 from minigpt import model as model_module
 from minigpt.bench import (
+    Way,
     agreement,
+    measure_engines,
     measure_positions,
     measure_text,
     positions,
@@ -24,6 +26,7 @@ from minigpt.bench import (
     work_per_character,
 )
 from minigpt.config import GPTConfig
+from minigpt.engine import TorchEngine
 from minigpt.generation import generate
 from minigpt.kernels import sliding_window_mask
 from minigpt.kv_cache import KVCache
@@ -148,3 +151,66 @@ def test_a_whole_text_is_timed_both_ways(tiny_model: GPT) -> None:
 def test_the_bench_measures_a_prompt_longer_than_the_vocabulary(tiny_config: GPTConfig) -> None:
     model = random_model(replace(tiny_config, vocab_size=2))
     assert next(measure_positions(model, [40], repeats=1)).position == 40
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("has_fused", [True, False])
+def test_every_way_of_writing_is_timed(
+    has_fused: bool, threads: int, tiny_config: GPTConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model(tiny_config)
+    monkeypatch.setattr(bench, "fused_reason", lambda _: None if has_fused else "there is no numba")
+    monkeypatch.setattr(bench, "choose_engine", lambda *_, **__: TorchEngine(model))
+    seconds = {("torch", False): 2.0, ("torch", True): 0.5, ("fused", True): 0.125}
+    monkeypatch.setattr(Way, "character_s", lambda way, prompt, n: seconds[way.engine, way.cached])
+    monkeypatch.setattr(bench, "_read_s", lambda n_bytes, threads: 0.0625)
+    # One of them is wrong.
+    monkeypatch.setattr(Way, "ids", lambda way, *_: [way.weights == "int8" and way.engine == "fused"])
+    found = list(measure_engines(model, threads, repeats=2))
+    assert found[:3] == [None] * 3
+    speeds = [speed for speed in found if speed is not None]
+    counts = [1] if threads == 1 else [1, 2]
+    expected: list[tuple[str, str, int, bool, float, float | None]]
+    expected = [("torch", "float32", threads, False, 0.5, None)]
+    expected += [("torch", "float32", n, True, 2.0, 0.125) for n in counts]
+    if has_fused:
+        expected += [
+            ("fused", weights, n, True, 8.0, 0.5) for weights in ("float32", "float16", "int8") for n in counts
+        ]
+    assert [(s.engine, s.weights, s.threads, s.cached, s.chars_per_s, s.share_of_limit) for s in speeds] == expected
+    assert [s.weights for s in speeds if not s.same_ids] == ["int8"] * len(counts) * has_fused
+
+
+def test_a_character_reads_all_weights_but_the_other_embeddings_and_the_cache() -> None:
+    # 2 layers of 4 * 8 * 8 + 3 * 8 * 32 weights and 2 * 8 + 2 * 4 gains, a last gain, 5 rows of 8 and one of them.
+    model = random_model(GPTConfig(vocab_size=5, n_layer=2, n_head=2, n_embd=8, block_size=8, window=4))
+    n_weights = 2 * (4 * 64 + 3 * 8 * 32 + 24) + 8 + 5 * 8 + 8
+    kv = 2 * 2 * 4 * 8 * 4
+    assert Way(model, "torch", "float32", 1).bytes_per_char == 4 * n_weights + kv
+    assert Way(model, "torch", "int8", 1).bytes_per_char == 4 * n_weights + kv
+    pytest.importorskip("numba", reason="makes the fused engine")
+    assert Way(model, "fused", "float16", 1).bytes_per_char == 2 * n_weights + kv
+    assert Way(model, "fused", "int8", 1).bytes_per_char == n_weights + kv
+
+
+def test_a_way_writes_with_its_threads_and_puts_them_back(tiny_model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    used = []
+
+    def counted(*args: Any, **options: Any) -> Iterator[list[int]]:
+        used.append(torch.get_num_threads())
+        return generate(*args, **options)
+
+    monkeypatch.setattr(bench, "generate", counted)
+    for cached in (True, False):
+        way = Way(tiny_model, "torch", "float32", before + 1, cached=cached)
+        assert 0 < way.character_s([1, 2], 3) < math.inf
+    assert used == [before + 1] * 2
+    assert torch.get_num_threads() == before
+
+
+def test_the_read_limit_is_that_of_a_sum() -> None:
+    # More bytes take longer, and no machine reads at 10 TB/s.
+    small, large = bench._read_s(4_000, 1), bench._read_s(40_000_000, 1)
+    assert 0 < small < large
+    assert large > 40e6 / 10e12

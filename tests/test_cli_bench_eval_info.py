@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -20,7 +21,8 @@ from safetensors import safe_open
 from torch.nn import functional
 
 from minigpt import GPT
-from minigpt.bench import PositionTimes, agreement, measure_positions, measure_text
+from minigpt.bench import PositionTimes, agreement, measure_engines, measure_positions, measure_text
+from minigpt.peers import PeerSpeed
 from tests.cli_support import (
     CACHE_BYTES,
     RECEPTIVE_FIELD,
@@ -33,7 +35,7 @@ from tests.cli_support import (
     unstyled,
 )
 
-EVAL_KEYS = {"characters", "nats_per_char", "bits_per_char", "perplexity", "unknown", "by_position"}
+EVAL_KEYS = {"characters", "nats_per_char", "bits_per_char", "perplexity", "weights", "unknown", "by_position"}
 # The last tenth of the text, rounded up.
 HELD_OUT = TEXT[len(TEXT) * 9 // 10 :]
 
@@ -49,6 +51,8 @@ def _few_repeats() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minigpt.bench.measure_positions", functools.partial(measure_positions, repeats=1))
         patch.setattr("minigpt.bench.measure_text", functools.partial(measure_text, repeats=1))
+        patch.setattr("minigpt.bench.measure_engines", functools.partial(measure_engines, repeats=1))
+        patch.setattr("minigpt.bench.REPEATS_OF_ENGINES", 1)
         yield
 
 
@@ -152,6 +156,72 @@ def test_the_bench_says_it_all_in_words_too(bench_text: Outcome) -> None:
         assert word in bench_text.stdout
 
 
+def test_the_bench_shows_every_engine(bench_text: Outcome, bench_json: dict[str, Any]) -> None:
+    ways = [(row["engine"], row["weights"], row["threads"], row["cached"]) for row in bench_json["engines"]]
+    expected = [("torch", "float32", 1, False), ("torch", "float32", 1, True)]
+    if importlib.util.find_spec("numba") is not None:
+        expected += [("fused", weights, 1, True) for weights in ("float32", "float16", "int8")]
+    assert ways == expected
+    for row in bench_json["engines"]:
+        assert row["same_ids"] is True
+        assert 0 < row["chars_per_s"] < 1e7
+        assert (row["share_of_limit"] is None) is not row["cached"]
+    lines = bench_text.stdout.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("engine  "))
+    for (engine, weights, threads, cached), line in zip(expected, lines[start + 1 :], strict=False):
+        cells = re.split(" {2,}", line)
+        assert cells[:3] == [engine if cached else f"{engine}, no cache", weights, str(threads)]
+        assert re.fullmatch(r"[\d,]+", cells[3])
+        assert [re.fullmatch(r"\d+%", cell) is not None for cell in cells[5:]] == [True] * cached
+    assert bench_json["peers"] == []
+
+
+def test_the_bench_against_others_shows_ratios_and_names_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = {"transformers": [], "ctranslate2": [], "llama.cpp": ["llama_cpp", "gguf"]}
+    monkeypatch.setattr("minigpt.peers.missing", lacking.__getitem__)
+
+    def measured(model: GPT, names: list[str], threads: int) -> Iterator[Any]:
+        assert (names, threads) == (["ctranslate2", "transformers"], 1)
+        yield None
+        yield [PeerSpeed("ctranslate2", "int8", 2, 1000.0, 1, 1500.0)]
+
+    monkeypatch.setattr("minigpt.peers.measure_peers", measured)
+    options = ("bench", "--checkpoint", "harbour", "--threads", "1", "--against", "ctranslate2, transformers,llama.cpp")
+    told = run(*options, "--json")
+    assert told.json["peers"] == [
+        {
+            "peer": "ctranslate2",
+            "weights": "int8",
+            "threads": 2,
+            "chars_per_s": 1000.0,
+            "our_threads": 1,
+            "our_chars_per_s": 1500.0,
+        }
+    ]
+    assert told.stderr == (
+        "llama.cpp is left out, for llama_cpp and gguf are not installed (pip install 'minigpt[peers]')\n"
+    )
+    shown = run(*options).stdout
+    assert re.search(r"^ctranslate2 +int8 +2 +1,000 +1 +1,500 +1\.50$", shown, re.MULTILINE)
+
+
+def test_a_bench_against_nothing_is_a_wrong_command_line() -> None:
+    assert "--against" in run("bench", "--checkpoint", "harbour", "--against", ",", code=2).usage
+
+
+def test_a_bench_against_others_without_the_fused_engine_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minigpt.peers.missing", lambda _: [])
+    monkeypatch.setattr("minigpt.engine.fused_reason", lambda _: "there is no numba")
+    error = run("bench", "--checkpoint", "harbour", "--against", "transformers", code=1).error
+    assert error.endswith("the fused engine, which cannot run here: there is no numba")
+
+
+def test_a_bench_against_an_unknown_program_is_told_those_there_are() -> None:
+    error = run("bench", "--checkpoint", "harbour", "--against", "gpt4all", code=1).error
+    for word in ("'gpt4all'", "transformers", "ctranslate2", "llama.cpp"):
+        assert word in error
+
+
 def test_a_bench_of_a_checkpoint_and_a_preset_is_a_wrong_command_line() -> None:
     assert "--preset" in run("bench", "--checkpoint", "harbour", "--preset", "tiny", code=2).usage
 
@@ -188,8 +258,8 @@ def test_without_any_checkpoint_random_weights_are_measured_and_an_interruption_
 @pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
 def test_on_a_terminal_the_bench_shows_a_bar_and_a_table_also_when_it_is_interrupted() -> None:
     terminal = Terminal("bench", "--checkpoint", "harbour", "--threads", "1")
-    # One of its nine measurements after the check. The last, two thousand characters, leaves time enough.
-    terminal.wait_for(lambda screen: re.search(r" [2-8]/9 ", screen) is not None)
+    # One of its measurements after the check, of which many are left.
+    terminal.wait_for(lambda screen: re.search(r" [2-8]/1\d ", screen) is not None)
     terminal.program.interrupt()
     assert terminal.finish() == 130
     shown = unstyled(terminal.screen)
@@ -301,6 +371,16 @@ def test_two_characters_are_enough_to_be_measured_and_one_is_not() -> None:
     assert "0" in run("eval", "-", "--checkpoint", "harbour", stdin="漢字", code=1).error
 
 
+@pytest.mark.parametrize(("weights", "most"), [("float32", 0.0), ("float16", 5e-4), ("int8", 0.02)])
+def test_eval_measures_rounded_weights(weights: str, most: float) -> None:
+    exact, told = (run("eval", "harbour.txt", *options, "--json").json for options in ((), ("--weights", weights)))
+    assert (exact["weights"], told["weights"]) == ("float32", weights)
+    gap = abs(told["nats_per_char"] - exact["nats_per_char"])
+    assert gap <= most
+    assert (gap > 0) is (most > 0)
+    assert f", {weights} weights\n" in run("eval", "harbour.txt", "--weights", weights).stdout
+
+
 # info
 
 
@@ -327,6 +407,7 @@ def test_info_tells_what_a_checkpoint_is() -> None:
     log = [json.loads(line) for line in Path("checkpoints/harbour/train.jsonl").read_text("utf-8").splitlines()]
     assert facts["val_loss"] == min(line["val_loss"] for line in log if "val_loss" in line)
     assert facts["torch_version"] == torch.__version__
+    assert told["default_weights"] == "int8"
 
 
 def test_the_parts_of_a_model_sum_to_the_whole() -> None:
@@ -354,6 +435,7 @@ def test_info_in_words_has_the_same_numbers() -> None:
     assert told["training"]["corpus_sha256"][:12] in shown
     # What cannot be seen in a vocabulary is written as Python would, so that it stays on one line.
     assert repr(told["chars"])[1:-1] in shown
+    assert re.search(r"^weights +rounded to int8 by generate, unless it is told otherwise$", shown, re.MULTILINE)
 
 
 def test_info_of_a_file_with_training_state_is_about_the_model_in_it() -> None:

@@ -11,8 +11,9 @@ from minigpt.cli.options import CheckpointOption, DeviceOption, JsonOption, Thre
 from minigpt.config import DEFAULT_PRESET, PRESETS, GPTConfig, find_preset
 
 if TYPE_CHECKING:
-    from minigpt.bench import Agreement, PositionTimes, TextTimes
+    from minigpt.bench import Agreement, EngineSpeed, PositionTimes, TextTimes
     from minigpt.model import GPT
+    from minigpt.peers import PeerSpeed
 
 # Of the random model, that of tiny Shakespeare; it hardly matters for speed.
 VOCAB_SIZE = 65
@@ -29,19 +30,41 @@ def bench(
             show_default=False,
         ),
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="NAMES",
+            help="Also time other programs with the same weights: transformers, ctranslate2, llama.cpp or several of"
+            " them, with commas between (extra 'peers').",
+            show_default=False,
+        ),
+    ] = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Time writing with the cache and by recompute, after checking that both write the same."""
+    """Time writing with the cache and by recompute, after checking that both write the same; then every engine."""
     if checkpoint is not None and preset is not None:
         raise typer.BadParameter("a checkpoint has a shape of its own: leave out --preset", param_hint="--preset")
     from minigpt import console
-    from minigpt.bench import agreement, measure_positions, measure_text, positions, random_model
+    from minigpt.bench import (
+        REPEATS_OF_ENGINES,
+        agreement,
+        measure_engines,
+        measure_positions,
+        measure_text,
+        positions,
+        random_model,
+    )
     from minigpt.checkpoint import load
     from minigpt.device import choose_device, set_threads
+    from minigpt.engine import fused_reason
+    from minigpt.errors import ConfigError
+    from minigpt.peers import measure_peers
     from minigpt.runs import find_checkpoint, runs
 
+    peers = _installed(against) if against is not None else []
     chosen_device = choose_device(device)
     used_threads = set_threads(threads)
     if preset is None and (checkpoint is not None or runs()):
@@ -52,14 +75,19 @@ def bench(
         config = GPTConfig(vocab_size=VOCAB_SIZE, **find_preset(preset).model)
         model, name = random_model(config).to(chosen_device), f"random weights of preset {preset}"
     config = model.config
+    if peers and (reason := fused_reason(model)):
+        raise ConfigError(f"--against compares with the fused engine, which cannot run here: {reason}")
 
     checked: Agreement | None = None
     rows: list[PositionTimes] = []
     text: TextTimes | None = None
+    engines: list[EngineSpeed] = []
+    speeds: list[PeerSpeed] = []
     at = positions(config)
+    rounds = REPEATS_OF_ENGINES + 1
     try:
-        # Every measurement moves the bar by one: the check, the positions, the text.
-        with console.steps_bar(len(at) + 2) as bar:
+        # Every measurement moves the bar by one: the check, the positions, the text, rounds of engines and peers.
+        with console.steps_bar(len(at) + 2 + rounds + (rounds if peers else 0)) as bar:
             checked = agreement(model, config.receptive_field + config.window)
             bar.update(1)
             for row in measure_positions(model, at):
@@ -67,9 +95,37 @@ def bench(
                 bar.update(1)
             text = measure_text(model)
             bar.update(1)
+            for engine in measure_engines(model, used_threads):
+                if engine is None:
+                    bar.update(1)
+                else:
+                    engines.append(engine)
+            for found in measure_peers(model, peers, used_threads) if peers else ():
+                if found is None:
+                    bar.update(1)
+                else:
+                    speeds += found
     finally:
         # Also what an interrupted run has measured so far.
-        _show(model, name, used_threads, checked, rows, text, json)
+        _show(model, name, used_threads, checked, rows, text, engines, speeds, json)
+
+
+def _installed(against: str) -> list[str]:
+    """The peers that were asked for, less those that are not installed, which are named."""
+    from minigpt import console
+    from minigpt.peers import missing
+
+    names = list(dict.fromkeys(name.strip() for name in against.split(",") if name.strip()))
+    if not names:
+        raise typer.BadParameter("name at least one program", param_hint="--against")
+    lacking = {name: missing(name) for name in names}
+    for name, packages in lacking.items():
+        if packages:
+            are = "is" if len(packages) == 1 else "are"
+            console.note(
+                f"{name} is left out, for {' and '.join(packages)} {are} not installed (pip install 'minigpt[peers]')"
+            )
+    return [name for name in names if not lacking[name]]
 
 
 def _show(
@@ -79,6 +135,8 @@ def _show(
     checked: Agreement | None,
     rows: list[PositionTimes],
     text: TextTimes | None,
+    engines: list[EngineSpeed],
+    speeds: list[PeerSpeed],
     json: bool,
 ) -> None:
     from minigpt import console
@@ -91,6 +149,8 @@ def _show(
                 "agreement": asdict(checked) if checked else None,
                 "positions": [asdict(row) for row in rows],
                 "text": asdict(text) if text else None,
+                "engines": [asdict(engine) for engine in engines],
+                "peers": [asdict(speed) for speed in speeds],
             }
         )
         return
@@ -136,7 +196,56 @@ def _show(
     if text:
         console.write(
             f"{text.characters:,} characters: {text.cached_s:.2f} s with the cache, {text.recomputed_s:.2f} s"
-            f" by recompute, {text.recomputed_s / text.cached_s:.1f} times as long\n"
+            f" by recompute, {text.recomputed_s / text.cached_s:.1f} times as long (torch engine)\n"
+        )
+    if engines:
+        console.write("\n")
+        console.write_table(
+            ["engine", "weights", "threads", "characters a second", "kB a character", "of the limit"],
+            [
+                [
+                    ", ".join(
+                        [engine.engine, *["no cache"] * (not engine.cached), *["NOT THE SAME"] * (not engine.same_ids)]
+                    ),
+                    engine.weights,
+                    str(engine.threads),
+                    f"{engine.chars_per_s:,.0f}",
+                    f"{engine.bytes_per_char / 1e3:,.0f}" if engine.bytes_per_char else "",
+                    f"{engine.share_of_limit:.0%}" if engine.share_of_limit else "",
+                ]
+                for engine in engines
+            ],
+            title="Every way of writing, from a full cache, in turn; each was checked to write the text of torch",
+        )
+        console.write(
+            "\nA character reads all weights and the cache. The limit is the speed at which this machine\n"
+            "sums so many bytes again and again, from whatever cache or memory they sit in.\n"
+        )
+    if speeds:
+        console.write("\n")
+        console.write_table(
+            [
+                "the same network in",
+                "weights",
+                "threads",
+                "characters a second",
+                "minigpt, threads",
+                "minigpt",
+                "ratio",
+            ],
+            [
+                [
+                    speed.peer,
+                    speed.weights,
+                    str(speed.threads),
+                    f"{speed.chars_per_s:,.0f}",
+                    str(speed.our_threads),
+                    f"{speed.our_chars_per_s:,.0f}",
+                    f"{speed.our_chars_per_s / speed.chars_per_s:.2f}",
+                ]
+                for speed in speeds
+            ],
+            title=f"Windows of {config.window} characters from an empty cache, in turn; weights of as many bits",
         )
 
 
