@@ -137,77 +137,10 @@ class FusedEngine:
     ) -> Drawn:
         if self._fused is None:
             self._load()
-        return self._run(kv_cache, last, uniforms, sampling, tolerance, self.threads)
-
-    def _load(self) -> None:
-        started = time.perf_counter()
-        late = Timer(SILENT_S, self._note, ["compiling the fused engine, which takes a while, but only once"])
-        loading = _InBackground(lambda: self._compile(late.start))
-        try:
-            loading.wait()
-        except Exception as error:
-            # Whatever may be wrong with an installation of numba or with what it keeps on disk.
-            self._fused = None
-            said = str(error).strip().partition("\n")[0]
-            raise ConfigError(
-                f"the fused engine cannot run here: numba fails ({type(error).__name__}{': ' * bool(said)}{said})"
-            ) from error
-        finally:
-            late.cancel()
-            self.loading_s = time.perf_counter() - started
-
-    def _compile(self, compiling: Callable[[], object]) -> None:
-        from minigpt import fused
-
-        layers = np.zeros((len(self._model.blocks), fused.COLUMNS), np.int64)
-        for row, block in zip(layers, self._model.blocks, strict=True):
-            for column, vector in (
-                (fused.NORM_1, block.norm_1.weight),
-                (fused.Q_NORM, block.attn.q_norm.weight),
-                (fused.K_NORM, block.attn.k_norm.weight),
-                (fused.NORM_2, block.norm_2.weight),
-            ):
-                row[column] = self._address(vector.detach().numpy())
-            for column, unit_column, matrix in (
-                (fused.QKV, fused.QKV_UNIT, block.attn.qkv.weight),
-                (fused.PROJ, fused.PROJ_UNIT, block.attn.proj.weight),
-                (fused.GATE_UP, fused.GATE_UP_UNIT, block.mlp.gate_up.weight),
-                (fused.DOWN, fused.DOWN_UNIT, block.mlp.down.weight),
-            ):
-                row[column], row[unit_column] = map(self._address, packed(matrix, self._format))
-        wte, wte_unit = packed(self._model.wte.weight, self._format)
-        head, head_unit = packed(self._model.lm_head.weight, self._format)
-        self._like = wte.dtype.type(0)
-        self._weights = fused.Weights(
-            layers=self._address(layers),
-            wte=self._address(wte),
-            wte_unit=self._address(wte_unit),
-            norm_f=self._address(self._model.norm_f.weight.detach().numpy()),
-            lm_head=self._address(head),
-            lm_head_unit=self._address(head_unit),
-            width=wte.itemsize,
-            norm_eps=NORM_EPS,
-        )
-        self._fused = fused
-        with fused.first_compiling(compiling):
-            # No steps, by one thread.
-            self._run(self._model.new_cache(), [0], np.empty((0, 1)), Sampling(), 0.0, 1)
-
-    def _address(self, array: NDArray[Any]) -> int:
-        self._kept.append(array)
-        return array.ctypes.data
-
-    def _run(
-        self,
-        kv_cache: KVCache,
-        last: Sequence[int],
-        uniforms: NDArray[np.float64],
-        sampling: Sampling,
-        tolerance: float,
-        threads: int,
-    ) -> Drawn:
         fused, config = self._fused, self._config
         N, B = uniforms.shape
+        # Without a step there is nothing to share.
+        threads = self.threads if N else 1
         C, F, V, W = config.n_embd, config.n_inner, config.vocab_size, config.window
         # The compiled code checks nothing: a wrong size or id would read or write what is not its own.
         if kv_cache.keys.shape != (config.n_layer, B, config.n_head, W, config.head_dim) or len(last) != B:
@@ -274,6 +207,63 @@ class FusedEngine:
             other.result()
         kv_cache.advance(steps)
         return drawn[:steps], doubts.astype(np.bool_)
+
+    def _load(self) -> None:
+        started = time.perf_counter()
+        late = Timer(SILENT_S, self._note, ["compiling the fused engine, which takes a while, but only once"])
+        loading = _InBackground(lambda: self._compile(late.start))
+        try:
+            loading.wait()
+        except Exception as error:
+            # Whatever may be wrong with an installation of numba or with what it keeps on disk.
+            self._fused = None
+            said = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                f"the fused engine cannot run here: numba fails ({type(error).__name__}{': ' * bool(said)}{said})"
+            ) from error
+        finally:
+            late.cancel()
+            self.loading_s = time.perf_counter() - started
+
+    def _compile(self, compiling: Callable[[], object]) -> None:
+        from minigpt import fused
+
+        layers = np.zeros((len(self._model.blocks), fused.COLUMNS), np.int64)
+        for row, block in zip(layers, self._model.blocks, strict=True):
+            for column, vector in (
+                (fused.NORM_1, block.norm_1.weight),
+                (fused.Q_NORM, block.attn.q_norm.weight),
+                (fused.K_NORM, block.attn.k_norm.weight),
+                (fused.NORM_2, block.norm_2.weight),
+            ):
+                row[column] = self._address(vector.detach().numpy())
+            for column, unit_column, matrix in (
+                (fused.QKV, fused.QKV_UNIT, block.attn.qkv.weight),
+                (fused.PROJ, fused.PROJ_UNIT, block.attn.proj.weight),
+                (fused.GATE_UP, fused.GATE_UP_UNIT, block.mlp.gate_up.weight),
+                (fused.DOWN, fused.DOWN_UNIT, block.mlp.down.weight),
+            ):
+                row[column], row[unit_column] = map(self._address, packed(matrix, self._format))
+        wte, wte_unit = packed(self._model.wte.weight, self._format)
+        head, head_unit = packed(self._model.lm_head.weight, self._format)
+        self._like = wte.dtype.type(0)
+        self._weights = fused.Weights(
+            layers=self._address(layers),
+            wte=self._address(wte),
+            wte_unit=self._address(wte_unit),
+            norm_f=self._address(self._model.norm_f.weight.detach().numpy()),
+            lm_head=self._address(head),
+            lm_head_unit=self._address(head_unit),
+            width=wte.itemsize,
+            norm_eps=NORM_EPS,
+        )
+        self._fused = fused
+        with fused.first_compiling(compiling):
+            self.decode(self._model.new_cache(), [0], np.empty((0, 1)), Sampling(), 0.0)
+
+    def _address(self, array: NDArray[Any]) -> int:
+        self._kept.append(array)
+        return array.ctypes.data
 
 
 class AutoEngine:
@@ -359,10 +349,11 @@ def choose_engine(
     if name == "torch":
         return TorchEngine(model)
     if reason := fused_reason(model):
+        sentence = f"the fused engine cannot run here: {reason}"
         if name == "fused":
-            raise ConfigError(f"the fused engine cannot run here: {reason}")
+            raise ConfigError(sentence)
         if model.lm_head.weight.device.type == "cpu":
-            note(f"writing with torch, which is slower: the fused engine cannot run here: {reason}")
+            note(f"writing with torch, which is slower: {sentence}")
         return TorchEngine(model)
     helping = torch.get_num_threads() if model.n_params >= THREADED else 1
     fused = FusedEngine(model, format, threads or helping, note)

@@ -341,7 +341,7 @@ def test_a_long_compilation_is_announced_and_nothing_else(
             time.sleep(seconds)
 
     monkeypatch.setattr(module, "SILENT_S", 0.05)
-    monkeypatch.setattr(FusedEngine, "_run", run)
+    monkeypatch.setattr(FusedEngine, "decode", run)
     said: list[str] = []
     FusedEngine(model_in("float32"), "float32", 1, said.append)._load()
     assert len(said) == times
