@@ -33,6 +33,9 @@ RUN = 64
 SILENT_S = 1.0
 # Weights from which a second thread helps more than waiting for it costs.
 THREADED = 1_500_000
+# Weights of up to so many bytes stay in a processor's cache, where four rows at a time are read faster than one after
+# the other; from memory it is the other way round.
+NEAR_BYTES = 16_000_000
 
 
 def draw(logits: Tensor, uniforms: NDArray[np.float64], sampling: Sampling, tolerance: float) -> Drawn:
@@ -255,6 +258,7 @@ class FusedEngine:
             lm_head=self._address(head),
             lm_head_unit=self._address(head_unit),
             width=wte.itemsize,
+            near=self._model.n_params * wte.itemsize <= NEAR_BYTES,
             norm_eps=NORM_EPS,
         )
         self._fused = fused

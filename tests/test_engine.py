@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import math
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from minigpt import engine as module
 from minigpt.bench import random_model
@@ -89,9 +91,39 @@ def test_a_trained_model_writes_the_same_with_each_engine_for_many_seeds(samplin
         assert write(model, fused_engine(model), [seed], 300, sampling=sampling, seed=seed) == expected
 
 
+def test_logits_of_a_trained_model_are_those_of_torch_far_past_the_window() -> None:
+    model = trained_checkpoint().model.requires_grad_(False)
+    engine = fused_engine(model)
+    caches, last = [started(model, 1) for _ in range(2)], 1
+    engine.decode(model.new_cache(), [0], np.empty((0, 1)), Sampling(), 0.0)
+    compiled = engine._fused
+    logits: list[NDArray[np.float32]] = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(compiled, name)
+
+        def decode(self, *arguments: Any) -> Any:
+            steps = compiled.decode(*arguments)
+            logits.append(np.array((ctypes.c_float * model.config.vocab_size).from_address(arguments[4].logits)))
+            return steps
+
+    engine._fused = Watched()
+    for number in uniforms(5, [0], 1, 5 * model.config.receptive_field):
+        ids, _ = engine.decode(caches[0], [last], number[None], Sampling(0.8), 0.0)
+        expected = model(torch.tensor([[last]]), caches[1])[0, -1].numpy()
+        assert np.abs(logits[-1] - expected).max() < 1e-4
+        last = int(ids[0, 0])
+    assert np.ptp(expected) > 5
+
+
+@pytest.mark.parametrize("near_bytes", [0, module.NEAR_BYTES])
 @pytest.mark.parametrize("threads", [2, 3])
-@pytest.mark.parametrize("texts", [1, 3])
-def test_threads_and_texts_side_by_side_change_nothing(texts: int, threads: int) -> None:
+@pytest.mark.parametrize("texts", [1, 3, 4, 9])
+def test_threads_and_texts_side_by_side_change_nothing(
+    texts: int, threads: int, near_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "NEAR_BYTES", near_bytes)
     # Three threads on three heads and 23 characters, and more threads than there may be cores.
     model = model_in("int8")
     options = {"samples": range(texts), "seed": 3, "sampling": Sampling(0.9)}
