@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from minigpt.captured import StaticStep
 from minigpt.errors import ConfigError
 from minigpt.kv_cache import KVCache
 from minigpt.model import GPT, NORM_EPS, rotary_angles
@@ -79,13 +80,14 @@ class Engine(Protocol):
 
 
 class TorchEngine:
-    """One step a call."""
+    """One step a call; on a CUDA device captured as a graph, once the ring is full."""
 
     name = "torch"
     loading_s = 0.0
 
     def __init__(self, model: GPT) -> None:
         self._model = model
+        self._step: StaticStep | None = None
 
     def decode(
         self,
@@ -95,9 +97,19 @@ class TorchEngine:
         sampling: Sampling,
         tolerance: float,
     ) -> Drawn:
-        ids = torch.tensor([[id_] for id_ in last], device=self._model.lm_head.weight.device)
-        logits = self._model(ids, kv_cache)[:, -1]  # (B, V)
-        return draw(logits, uniforms[0], sampling, tolerance)
+        return draw(self._logits(kv_cache, last), uniforms[0], sampling, tolerance)
+
+    def _logits(self, kv_cache: KVCache, last: Sequence[int]) -> Tensor:
+        """Takes a step, and gives the logits of the ids that follow, (B, V)."""
+        device = self._model.lm_head.weight.device
+        if device.type == "cuda" and kv_cache.length >= kv_cache.window - 1:
+            if self._step is None or self._step.kv_cache is not kv_cache:
+                self._step = StaticStep(self._model, kv_cache)
+                self._step.capture()
+            return self._step(last)
+        ids = torch.tensor([[id_] for id_ in last], device=device)
+        logits: Tensor = self._model(ids, kv_cache)[:, -1]
+        return logits
 
 
 class FusedEngine:

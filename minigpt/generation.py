@@ -74,8 +74,10 @@ def generate(
     referee = _Referee(model)
     writer = _Cached(model, engine or TorchEngine(model)) if use_cache else _Recomputed(model)
     position, end = len(prompt), len(prompt) + max_new_tokens
+    numbers = np.empty((0, len(samples)))
     while position < end:
-        numbers = uniforms(seed, samples, position, min(RUN, end - position))
+        if not len(numbers):
+            numbers = uniforms(seed, samples, position, min(RUN, end - position))
         with evaluating(model):
             drawn, doubts = writer.write(texts, numbers, sampling, referee.tolerance)
             steps: list[list[int]] = drawn.tolist()
@@ -86,6 +88,7 @@ def generate(
                 for text, id_ in zip(texts, ids, strict=True):
                     text.append(id_)
         position += len(steps)
+        numbers = numbers[len(steps) :]
         yield from steps
 
 

@@ -23,7 +23,8 @@ QUERY_BLOCK = 64
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last axis, (..., C) with a weight of (C,)."""
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis, (..., C) with a weight of (C,), without gradients of any
+    shape that fits."""
     if not torch.is_grad_enabled():
         # As many operators as it needs, a third of what torch's own takes on the CPU.
         return (x * _inverse_rms(x, eps)).mul_(weight)
@@ -192,7 +193,14 @@ def _mask(T: int, S: int, window: int, dtype: torch.dtype) -> Tensor:
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last axis, kept as one of length 1."""
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return torch.addcmul(_scalar(eps, norm.dtype), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+@lru_cache
+@torch.inference_mode(False)
+def _scalar(value: float, dtype: torch.dtype) -> Tensor:
+    """A number as a tensor, kept: operators make one of every number that they are given."""
+    return torch.tensor(value, dtype=dtype)
 
 
 def _norm_backward(

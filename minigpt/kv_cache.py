@@ -97,3 +97,18 @@ class KVCache:
 
     def _slots(self, start: int, stop: int) -> Tensor:
         return torch.arange(start, stop, device=self.keys.device) % self.window
+
+
+class RingSlot:
+    """A full ring with the slot of the next position as a number in the device's own memory, for steps that are
+    captured once and repeated (`captured`)."""
+
+    def __init__(self, kv_cache: KVCache) -> None:
+        self._kv_cache = kv_cache
+        # To be set before each step, (1,).
+        self.slot = torch.zeros(1, dtype=torch.int64, device=kv_cache.keys.device)
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the key and value of one new position, (B, H, 1, D); returns those of all slots, (B, H, W, D)."""
+        keys, values = self._kv_cache.keys[layer], self._kv_cache.values[layer]
+        return keys.index_copy_(2, self.slot, k), values.index_copy_(2, self.slot, v)

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from minigpt import kernels
 from minigpt.config import GPTConfig
-from minigpt.kv_cache import KVCache
+from minigpt.kv_cache import KVCache, RingSlot
 
 # Base of the rotary frequencies (Su et al. 2021, "RoFormer", section 3.2.2, after Vaswani et al. 2017, section 3.5).
 ROPE_BASE = 10_000.0
@@ -118,25 +118,33 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     RoFormer pairs neighbours instead of halves; only the order of channels differs. Halves are what Llama and Qwen do.
 
     Args:
-        x: (B, H, T, D).
+        x: (..., T, D).
         cos, sin: (T, D), of `rotary_angles`.
     """
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
-def norm_rotate(norm: RMSNorm, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries or keys as scores take them: normed, then turned by their positions.
+def norm_rotate(qk: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """Queries and keys as scores take them: each head normed, then turned by its position.
 
     Args:
-        x: (B, T, H, D).
+        qk: both, (B, T, 2, H, D).
+        q_gain, k_gain: weights of the norms, (D,).
         cos, sin: (T, D), of `rotary_angles`.
 
     Returns:
-        (B, H, T, D).
+        q, k, each (B, H, T, D).
     """
-    if _trains_on_cpu(x):
-        return kernels.norm_rotate(x, norm.weight, cos, sin, NORM_EPS)
-    return rotate(norm(x).transpose(1, 2), cos, sin)
+    if _trains_on_cpu(qk):
+        pairs = zip(qk.unbind(2), (q_gain, k_gain), strict=True)
+        return tuple(kernels.norm_rotate(x, gain, cos, sin, NORM_EPS) for x, gain in pairs)
+    # Both at once: for a single position it is the number of calls that takes the time.
+    gains = torch.stack((q_gain, k_gain))[:, None]  # (2, 1, D)
+    if qk.is_cpu and not torch.is_grad_enabled():
+        normed = kernels.rms_norm(qk, gains, NORM_EPS)
+    else:
+        normed = functional.rms_norm(qk, qk.shape[-1:], eps=NORM_EPS) * gains
+    return rotate(normed.permute(2, 0, 3, 1, 4), cos, sin).unbind(0)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -200,13 +208,12 @@ class SelfAttention(nn.Module):
         x: Tensor,
         angles: tuple[Tensor, Tensor],
         layer: int,
-        kv_cache: KVCache | None,
+        kv_cache: KVCache | RingSlot | None,
     ) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(dim=2)  # (B, T, H, D)
-        q = norm_rotate(self.q_norm, q, *angles)  # (B, H, T, D)
-        k = norm_rotate(self.k_norm, k, *angles)  # (B, H, T, D)
-        v = v.transpose(1, 2)  # (B, H, T, D)
+        qkv = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head)  # (B, T, 3, H, D)
+        q, k = norm_rotate(qkv[:, :, :2], self.q_norm.weight, self.k_norm.weight, *angles)  # (B, H, T, D)
+        v = qkv[:, :, 2].transpose(1, 2)  # (B, H, T, D)
         if kv_cache is not None:
             k, v = kv_cache.extend(layer, k, v)  # (B, H, S, D)
         y = window_attention(q, k, v, self.window).transpose(1, 2).reshape(B, T, C)
@@ -241,7 +248,7 @@ class Block(nn.Module):
         x: Tensor,
         angles: tuple[Tensor, Tensor],
         layer: int,
-        kv_cache: KVCache | None,
+        kv_cache: KVCache | RingSlot | None,
     ) -> Tensor:
         x = x + self.attn(self.norm_1(x), angles, layer, kv_cache)
         x = x + self.mlp(self.norm_2(x))
@@ -279,13 +286,21 @@ class GPT(nn.Module):
             Logits, (B, T, V).
         """
         T = idx.shape[1]
-        x = self.wte(idx)  # (B, T, C)
+        weight = self.wte.weight
         start = kv_cache.length if kv_cache is not None else 0
-        angles = rotary_angles(start, T, self.config.head_dim, x.dtype, x.device)
-        for layer, block in enumerate(self.blocks):
-            x = block(x, angles, layer, kv_cache)
+        angles = rotary_angles(start, T, self.config.head_dim, weight.dtype, weight.device)
+        logits = self.with_angles(idx, angles, kv_cache)
         if kv_cache is not None:
             kv_cache.advance(T)
+        return logits
+
+    def with_angles(
+        self, idx: Tensor, angles: tuple[Tensor, Tensor], kv_cache: KVCache | RingSlot | None = None
+    ) -> Tensor:
+        """`forward` for positions that are given by their `rotary_angles`; a cache takes them in uncounted."""
+        x = self.wte(idx)  # (B, T, C)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, angles, layer, kv_cache)
         logits: Tensor = self.lm_head(self.norm_f(x))  # (B, T, V)
         return logits
 

@@ -221,7 +221,7 @@ def test_the_place_in_the_text_draws_the_id_not_the_count_of_new_ones(
 
     monkeypatch.setattr(generation, "uniforms", numbers)
     list(generate(tiny_model, [0] * 15, 2, seed=8, samples=(3, 1)))
-    assert asked == [(8, [3, 1], 15, 2), (8, [3, 1], 16, 1)]
+    assert asked == [(8, [3, 1], 15, 2)]
 
 
 # The work that is done

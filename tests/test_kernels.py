@@ -65,17 +65,19 @@ def test_the_gated_feed_forward_layer_of_training_is_the_formula() -> None:
 
 
 def test_the_normed_and_turned_heads_of_training_are_the_formulas() -> None:
-    norm = RMSNorm(8).double()
-    del norm.weight
     angles = rotary_angles(3, 5, 8, torch.float64)
 
-    def plain(x: Tensor, weight: Tensor) -> Tensor:
-        return rotate(rms_norm(x, weight).transpose(1, 2), *angles)
+    def plain(qk: Tensor, *gains: Tensor) -> Tensor:
+        both = [rms_norm(x, gain).transpose(1, 2) for x, gain in zip(qk.unbind(2), gains, strict=True)]
+        return torch.stack([rotate(x, *angles) for x in both])
 
-    def fused(x: Tensor, weight: Tensor) -> Tensor:
-        return norm_rotate(with_weight(norm, weight), x, *angles)
+    def fused(qk: Tensor, q_gain: Tensor, k_gain: Tensor) -> Tensor:
+        return torch.stack(norm_rotate(qk, q_gain, k_gain, *angles))
 
-    assert_same_function(fused, plain, normal(2, 5, 3, 8, seed=1), normal(8, seed=2))
+    inputs = normal(2, 5, 2, 3, 8, seed=1), normal(8, seed=2), normal(8, seed=3)
+    assert_same_function(fused, plain, *inputs)
+    with torch.inference_mode():
+        torch.testing.assert_close(fused(*inputs), plain(*inputs), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("T", "S", "window"), [(9, 9, 4), (70, 70, 5), (130, 130, 64), (6, 9, 4), (130, 200, 300)])
