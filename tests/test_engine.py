@@ -27,10 +27,11 @@ from minigpt.engine import RUN, Engine, FusedEngine, TorchEngine, choose_engine
 from minigpt.errors import ConfigError
 from minigpt.generation import LOGIT_TOLERANCE, generate
 from minigpt.kv_cache import KVCache
-from minigpt.model import GPT
+from minigpt.model import GPT, attention
 from minigpt.sampling import Sampling, ratio_slack, sample_and_doubt, uniforms
 from minigpt.weights import FORMATS, round_weights
 from tests.cli_support import as_in_a_shell, trained_checkpoint
+from tests.model_support import normal
 
 numba = pytest.importorskip("numba")
 fused = pytest.importorskip("minigpt.fused")
@@ -229,6 +230,16 @@ def test_of_logits_that_are_no_numbers_an_id_that_there_is_is_drawn(
     with np.errstate(invalid="ignore"):
         ids, _ = sample_and_doubt(row, np.array([0.5]), Sampling(temperature), 0.0)
     assert drawn == ids[0]
+
+
+@pytest.mark.parametrize(("n", "D"), [(1, 2), (3, 14), (4, 32), (9, 14), (64, 32)])
+def test_the_compiled_attention_is_the_formula(n: int, D: int) -> None:
+    q, k, v = normal(1, 1, 1, D, seed=1) * 3, normal(1, 1, n, D, seed=2), normal(1, 1, n, D, seed=3)
+    expected = attention(q, k, v).flatten().numpy()
+    arrays = [x.numpy().astype(np.float32) for x in (q, k, v)]
+    scores, y = np.empty(n, np.float32), np.empty(D, np.float32)
+    fused._attend(*(x.ctypes.data for x in arrays), n, D, scores.ctypes.data, y.ctypes.data)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-6)
 
 
 def test_the_exponential_is_that_of_float64_and_stays_finite_and_positive() -> None:
