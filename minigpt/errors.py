@@ -53,6 +53,10 @@ class LostProcessError(TrainingError):
     """Another process of the run has ended or does not answer: nothing is wrong with the run, which can go on."""
 
 
+class RaceError(MinigptError):
+    """One of the two that race cannot start, or has ended before its text did."""
+
+
 class ReportError(MinigptError):
     """What shows a training (curves, samples) cannot be made, read or written; the training itself is untouched."""
 

@@ -48,13 +48,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
         For each query the mean of the values, weighted by how well their keys match it, (B, H, T, D).
 
     Source:
-        Vaswani et al. 2017, "Attention Is All You Need", equation 1. For q and k of unit variance a product q k^T
-        has variance D; the division brings it back to 1 and keeps the softmax from saturating.
+        Vaswani et al. 2017, "Attention Is All You Need", equation 1.
+    """
+    return attention_weights(q, k, mask) @ v
+
+
+def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    """How much each query reads of each key, (B, H, T, S): rows that sum to 1. Arguments as of `attention`.
+
+    For q and k of unit variance a product q k^T has variance D; the division brings it back to 1 and keeps the softmax
+    from saturating (the source's section 3.2.1).
     """
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, S)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
-    return scores.softmax(dim=-1) @ v
+    return scores.softmax(dim=-1)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -183,6 +191,17 @@ class RMSNorm(nn.RMSNorm):
         return kernels.rms_norm(x, self.weight, NORM_EPS) if x.is_cpu else super().forward(x)
 
 
+class WindowAttention(nn.Module):
+    """`window_attention` with the model's window. A module without weights, so that hooks can see what it reads."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return window_attention(q, k, v, self.window)
+
+
 def _dropped(y: Tensor, module: SelfAttention | MLP) -> Tensor:
     """What a layer adds, in training without the share that is dropped."""
     return functional.dropout(y, module.dropout) if module.dropout and module.training else y
@@ -194,13 +213,13 @@ class SelfAttention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.n_head = config.n_head
-        self.window = config.window
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         # A norm on queries and keys bounds the scores, which large Muon steps would let grow without end
         # (Henry et al. 2020, "Query-Key Normalization for Transformers").
         self.q_norm = RMSNorm(config.head_dim)
         self.k_norm = RMSNorm(config.head_dim)
+        self.read = WindowAttention(config.window)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(
@@ -216,7 +235,7 @@ class SelfAttention(nn.Module):
         v = qkv[:, :, 2].transpose(1, 2)  # (B, H, T, D)
         if kv_cache is not None:
             k, v = kv_cache.extend(layer, k, v)  # (B, H, S, D)
-        y = window_attention(q, k, v, self.window).transpose(1, 2).reshape(B, T, C)
+        y = self.read(q, k, v).transpose(1, 2).reshape(B, T, C)
         return _dropped(self.proj(y), self)
 
 

@@ -6,8 +6,9 @@ figures and picks a window system for the whole process, is not used.
 
 from __future__ import annotations
 
+import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,6 +99,15 @@ def save_figure(figure: Figure, path: Path) -> None:
             figure.savefig(file, format=kind[1:], metadata=_METADATA[kind])
     except OSError as error:
         raise ReportError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def svg(draw: Callable[[Figure], None], width: float, height: float) -> str:
+    """A picture as an ``<svg>`` element, to stand in a page; arguments as of `new_figure`."""
+    drawn = io.StringIO()
+    with new_figure(width, height) as figure:
+        draw(figure)
+        figure.savefig(drawn, format="svg", metadata=_METADATA[".svg"])
+    return drawn.getvalue()[drawn.getvalue().index("<svg") :]
 
 
 def plot_losses(history: History, path: Path) -> None:
