@@ -164,7 +164,7 @@ def as_in_a_shell() -> dict[str, Any]:
             "PYTHONPATH": here,
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
-            "TERM": "xterm",
+            "TERM": "xterm-256color",
             "LC_ALL": "C.UTF-8",
         },
         "timeout": PATIENCE_S,

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shutil
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,48 @@ def test_on_a_terminal_the_bench_shows_a_bar_and_a_table_also_when_it_is_interru
     # Rich draws the line under the head of a table.
     assert re.search(r"\u2500{9}.*\n *1 .*\n", shown)
     assert "characters from one" not in shown
+
+
+def test_the_bench_saves_what_it_measured_as_a_picture() -> None:
+    pytest.importorskip("matplotlib", reason="draws with matplotlib")
+    done = run("bench", "--checkpoint", "harbour", "--threads", "1", "--save", "bench.svg", "--json")
+    assert done.stderr == "written to bench.svg\n"
+    svg = "{http://www.w3.org/2000/svg}"
+    root = ElementTree.parse("bench.svg").getroot()
+    for unit in ("ms", "work"):
+        points: list[tuple[float, float]] = []
+        values: list[tuple[float, float]] = []
+        for way in ("cached", "recomputed"):
+            (group,) = [group for group in root.iter(f"{svg}g") if group.get("id") == f"{unit}-{way}"]
+            path = next(group.iter(f"{svg}path")).get("d", "")
+            points += [(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", path)]
+            values += [(math.log(row["position"]), math.log(row[f"{way}_{unit}"])) for row in done.json["positions"]]
+        # Both on the same two logarithmic scales.
+        assert len(points) == len(values) == 2 * len(done.json["positions"])
+        for axis in (0, 1):
+            low, high = (extreme(range(len(values)), key=lambda i: values[i][axis]) for extreme in (min, max))
+            unit_length = (points[high][axis] - points[low][axis]) / (values[high][axis] - values[low][axis])
+            for point, value in zip(points, values, strict=True):
+                expected = points[low][axis] + (value[axis] - values[low][axis]) * unit_length
+                assert point[axis] == pytest.approx(expected, abs=0.01)
+    words = {"".join(text.itertext()).strip() for text in root.iter(f"{svg}text")}
+    assert words >= {"position", "milliseconds a character", "million multiply-adds a character", "with the cache"}
+
+
+def test_the_bench_saves_a_page_with_its_json() -> None:
+    pytest.importorskip("matplotlib", reason="draws with matplotlib")
+    told = run("bench", "--checkpoint", "harbour", "--threads", "1", "--save", "bench.html", "--json").json
+    page = Path("bench.html").read_text(encoding="utf-8")
+    embedded = re.search(r'<script type="application/json" id="data">(.*)</script>', page)
+    assert embedded is not None
+    assert json.loads(embedded[1]) == told
+    assert "<svg" in page
+    for row in told["positions"]:
+        assert f"<tr><td>{row['position']}</td><td>{row['prefill_ms']:.2f}</td><td>{row['cached_ms']:.2f}</td>" in page
+
+
+def test_a_bench_that_could_not_be_saved_is_told_at_once() -> None:
+    assert "there is no folder 'no'" in run("bench", "--save", "no/bench.svg", code=1).error
 
 
 # eval

@@ -22,7 +22,8 @@ from minigpt import __main__
 from minigpt.cli import app, main
 from tests.cli_support import SHAPE, SMALL, TEXT, as_in_a_shell, place, run
 
-COMMANDS = ("train", "generate", "bench", "eval", "info")
+COMMANDS = ("train", "generate", "bench", "eval", "info", "explain", "race")
+EXPLANATIONS = [("explain", name) for name in ("attention", "scale", "cache", "text")]
 # What is read of a checkpoint is the same in all of them.
 READERS = [
     pytest.param(("generate", "-n", "5"), id="generate"),
@@ -227,9 +228,9 @@ def test_more_threads_than_any_machine_has_are_refused(monkeypatch: pytest.Monke
     assert "100000" in done.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_an_unknown_option_is_a_wrong_command_line(command: str) -> None:
-    assert "--lenght" in run(command, "--lenght", "5", code=2).usage
+@pytest.mark.parametrize("words", [*((command,) for command in COMMANDS), *EXPLANATIONS], ids=" ".join)
+def test_an_unknown_option_is_a_wrong_command_line(words: tuple[str, ...]) -> None:
+    assert "--lenght" in run(*words, "--lenght", "5", code=2).usage
 
 
 def test_an_unknown_command_is_a_wrong_command_line() -> None:
@@ -486,7 +487,7 @@ def test_ctrl_c_while_modules_are_loaded_is_quiet(
 
 # Help
 
-HELPS = [[], *([command] for command in COMMANDS)]
+HELPS = [[], *([command] for command in COMMANDS), *map(list, EXPLANATIONS)]
 HELP_SCRIPT = """
 import sys
 from minigpt.cli import main
@@ -538,7 +539,9 @@ def test_the_root_help_names_every_command(helps: list[str]) -> None:
 def test_every_option_says_what_it_is_for() -> None:
     group: Any = typer.main.get_command(app)
     assert set(group.commands) == set(COMMANDS)
-    for command in group.commands.values():
+    explain = group.commands["explain"]
+    assert [("explain", name) for name in explain.commands] == EXPLANATIONS
+    for command in [*group.commands.values(), *explain.commands.values()]:
         assert command.help
         for param in command.params:
             assert param.help, (command.name, param.name)

@@ -13,13 +13,15 @@ import time
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
 from minigpt import __version__
 from minigpt.cli.bench import bench
 from minigpt.cli.eval import evaluate
+from minigpt.cli.explain import explain
 from minigpt.cli.generate import generate
 from minigpt.cli.info import info
+from minigpt.cli.options import Commands
+from minigpt.cli.race import race
 from minigpt.cli.train import train
 from minigpt.errors import MinigptError, printable
 from minigpt.parallel import World
@@ -31,7 +33,7 @@ _UsageError: Any = typer.BadParameter.__base__
 SILENT_S = 5.0
 
 
-class _Commands(TyperGroup):
+class _Minigpt(Commands):
     """Turns what a user can mend into one line on stderr and exit code 1, in one place; bugs keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -51,16 +53,9 @@ class _Commands(TyperGroup):
         finally:
             world.leave()
 
-    def get_help_option(self, ctx: Any) -> Any:
-        # Typer leaves its default unset, and imports all of pydantic to find out what that means.
-        option = super().get_help_option(ctx)
-        if option is not None:
-            option.default = False
-        return option
-
 
 app = typer.Typer(
-    cls=_Commands,
+    cls=_Minigpt,
     help="Learn a text with a tiny character-level GPT and continue it, with a KV cache or without: the same text.",
     no_args_is_help=True,
     add_completion=False,
@@ -73,6 +68,8 @@ app.command()(generate)
 app.command()(bench)
 app.command("eval")(evaluate)
 app.command()(info)
+app.add_typer(explain, name="explain")
+app.command()(race)
 
 
 def _show_version(wanted: bool) -> None:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from minigpt.cli.options import CheckpointOption, DeviceOption, JsonOption, ThreadsOption
+from minigpt.cli.save import Page, SaveOption, check_save, is_page, save
 from minigpt.config import DEFAULT_PRESET, PRESETS, GPTConfig, find_preset
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.figure import Figure
+
     from minigpt.bench import Agreement, EngineSpeed, PositionTimes, TextTimes
     from minigpt.model import GPT
     from minigpt.peers import PeerSpeed
 
 # Of the random model, that of tiny Shakespeare; it hardly matters for speed.
 VOCAB_SIZE = 65
+# Of the picture, in inches.
+SIZE = (9.0, 4.0)
 
 
 def bench(
@@ -42,11 +50,13 @@ def bench(
     ] = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
+    save_as: SaveOption = None,
     json: JsonOption = False,
 ) -> None:
     """Time writing with the cache and by recompute, after checking that both write the same; then every engine."""
     if checkpoint is not None and preset is not None:
         raise typer.BadParameter("a checkpoint has a shape of its own: leave out --preset", param_hint="--preset")
+    check_save(save_as, draws_pages=True)
     from minigpt import console
     from minigpt.bench import (
         REPEATS_OF_ENGINES,
@@ -107,7 +117,21 @@ def bench(
                     speeds += found
     finally:
         # Also what an interrupted run has measured so far.
-        _show(model, name, used_threads, checked, rows, text, engines, speeds, json)
+        data = _data(model, name, used_threads, checked, rows, text, engines, speeds)
+        if json:
+            console.write_json(data)
+        else:
+            _show(data, config, checked, rows, text, engines, speeds)
+        # After one measurement there is no curve yet.
+        if len(rows) > 1:
+            save(
+                save_as,
+                "What the cache buys, by position",
+                data,
+                lambda figure: _draw(figure, rows),
+                _page(data, rows) if is_page(save_as) else None,
+                size=SIZE,
+            )
 
 
 def _installed(against: str) -> list[str]:
@@ -128,7 +152,7 @@ def _installed(against: str) -> list[str]:
     return [name for name in names if not lacking[name]]
 
 
-def _show(
+def _data(
     model: GPT,
     name: str,
     threads: int,
@@ -137,26 +161,31 @@ def _show(
     text: TextTimes | None,
     engines: list[EngineSpeed],
     speeds: list[PeerSpeed],
-    json: bool,
+) -> dict[str, Any]:
+    return {
+        **_setting(model, name, threads),
+        "agreement": asdict(checked) if checked else None,
+        "positions": [asdict(row) for row in rows],
+        "text": asdict(text) if text else None,
+        "engines": [asdict(engine) for engine in engines],
+        "peers": [asdict(speed) for speed in speeds],
+    }
+
+
+def _show(
+    setting: dict[str, Any],
+    config: GPTConfig,
+    checked: Agreement | None,
+    rows: list[PositionTimes],
+    text: TextTimes | None,
+    engines: list[EngineSpeed],
+    speeds: list[PeerSpeed],
 ) -> None:
     from minigpt import console
 
-    setting = _setting(model, name, threads)
-    if json:
-        console.write_json(
-            {
-                **setting,
-                "agreement": asdict(checked) if checked else None,
-                "positions": [asdict(row) for row in rows],
-                "text": asdict(text) if text else None,
-                "engines": [asdict(engine) for engine in engines],
-                "peers": [asdict(speed) for speed in speeds],
-            }
-        )
-        return
-    config = model.config
+    threads = setting["threads"]
     console.write(
-        f"model    {name}\n"
+        f"model    {setting['model']}\n"
         f"         {setting['parameters']:,} parameters, {config.n_layer} layers, {config.n_head} heads,"
         f" {config.n_embd} channels, window {config.window}\n"
         f"machine  {setting['machine']}\n"
@@ -247,6 +276,62 @@ def _show(
             ],
             title=f"Windows of {config.window} characters from an empty cache, in turn; weights of as many bits",
         )
+
+
+def _draw(figure: Figure, rows: Sequence[PositionTimes]) -> None:
+    """Milliseconds and multiply-adds of a character by its position, both ways."""
+    from matplotlib.ticker import FuncFormatter, LogFormatter, NullLocator
+
+    from minigpt.plot import COLOURS
+
+    times, work = figure.subplots(1, 2)
+    at = [row.position for row in rows]
+    for way, label, colour, marker in (
+        ("cached", "with the cache", COLOURS[0], "o"),
+        ("recomputed", "by recompute", COLOURS[1], "s"),
+    ):
+        for axes, unit, scale in ((times, "ms", 1.0), (work, "work", 1e6)):
+            values = [getattr(row, f"{way}_{unit}") / scale for row in rows]
+            axes.plot(
+                at, values, color=colour, linewidth=1.8, marker=marker, markersize=4, label=label, gid=f"{unit}-{way}"
+            )
+    times.set_ylabel("milliseconds a character")
+    work.set_ylabel("million multiply-adds a character")
+    plain = FuncFormatter(lambda value, _: f"{value:,g}")
+    for axes in (times, work):
+        axes.set_xlabel("position")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(plain)
+        axes.yaxis.set_major_formatter(plain)
+        # Where there is less than a power of ten, numbers between are named, too.
+        axes.yaxis.set_minor_formatter(LogFormatter())
+        axes.legend(loc="upper left")
+
+
+def _page(data: dict[str, Any], rows: Sequence[PositionTimes]) -> Page:
+    from minigpt import plot
+
+    cells = "".join(
+        f"<tr><td>{row.position:,}</td><td>{row.prefill_ms:.2f}</td><td>{row.cached_ms:.2f}</td>"
+        f"<td>{row.recomputed_ms:.2f}</td><td>{row.recomputed_ms / row.cached_ms:.1f}</td>"
+        f"<td>{_millions(row.cached_work)}</td><td>{_millions(row.recomputed_work)}</td>"
+        f"<td>{row.recomputed_work / row.cached_work:.1f}</td></tr>\n"
+        for row in rows
+    )
+    heads = "".join(
+        f"<th>{head}</th>"
+        for head in ("position", "prefill", "cache", "no cache", "ratio", "cache", "no cache", "ratio")
+    )
+    return Page(
+        f"<p>{html.escape(data['model'])}: {data['parameters']:,} parameters, window {data['config']['window']},"
+        f" receptive field {data['receptive_field']:,}. {html.escape(data['machine'])}; threads {data['threads']},"
+        f" torch {html.escape(data['torch'])}.</p>\n"
+        f"<figure>{plot.svg(lambda figure: _draw(figure, rows), *SIZE)}</figure>\n"
+        '<table>\n<tr><th></th><th colspan="4">milliseconds</th><th colspan="3">million multiply-adds</th></tr>\n'
+        f"<tr>{heads}</tr>\n{cells}</table>"
+    )
 
 
 def _setting(model: GPT, name: str, threads: int) -> dict[str, Any]:
