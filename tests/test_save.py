@@ -65,7 +65,7 @@ def test_pictures_need_matplotlib_and_pages_do_not() -> None:
         with pytest.raises(MissingPackageError, match=r"pip install 'minigpt\[plot\]'"):
             check_save(name)
     check_save("it.html")
-    save("it.html", "Title", {"a": 1}, never, Page("<p>body</p>"))
+    save("it.html", "Title", {"a": 1}, never, lambda: Page("<p>body</p>"))
     assert "<p>body</p>" in Path("it.html").read_text(encoding="utf-8")
 
 
@@ -81,7 +81,7 @@ def test_a_picture_is_drawn_in_its_size_and_told_of(capsys: pytest.CaptureFixtur
 
 
 def test_a_page_has_its_own_body_style_and_script_and_the_data() -> None:
-    save("it.html", "Title", {"a": [1, None]}, never, Page("<p>body</p>", "p { margin: 0; }", "start();"))
+    save("it.html", "Title", {"a": [1, None]}, never, lambda: Page("<p>body</p>", "p { margin: 0; }", "start();"))
     page = Path("it.html").read_text(encoding="utf-8")
     for part in ("<h1>Title</h1>", "<p>body</p>", "p { margin: 0; }", "start();"):
         assert part in page

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minigpt.cli.options import CheckpointOption, DeviceOption, JsonOption, ThreadsOption
-from minigpt.cli.save import Page, SaveOption, check_save, is_page, save
+from minigpt.cli.save import Page, SaveOption, check_save, save
 from minigpt.config import DEFAULT_PRESET, PRESETS, GPTConfig, find_preset
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def bench(
                 "What the cache buys, by position",
                 data,
                 lambda figure: _draw(figure, rows),
-                _page(data, rows) if is_page(save_as) else None,
+                lambda: _page(data, rows),
                 size=SIZE,
             )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minigpt.cli.options import CheckpointOption, JsonOption
-from minigpt.cli.save import Page, SaveOption, check_save, is_page, save
+from minigpt.cli.save import Page, SaveOption, check_save, save
 from minigpt.config import DEFAULT_FORMAT
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def race(
         "The same text, with the cache and by recompute",
         data,
         lambda figure: _draw(figure, result),
-        _page(result) if is_page(save_as) else None,
+        lambda: _page(result),
         size=SIZE,
     )
     if not result.same:

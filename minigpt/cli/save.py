@@ -58,7 +58,7 @@ def check_save(name: str | None, *, draws_pages: bool = False) -> None:
 
 
 def is_page(name: str | None) -> bool:
-    """Whether that is a name for a page, so that the page is worth making."""
+    """Whether that is a name for a page."""
     return name is not None and Path(name).suffix.lower() == ".html"
 
 
@@ -67,7 +67,7 @@ def save(
     title: str,
     data: Any,
     draw: Callable[[Figure], None],
-    page: Page | None = None,
+    page: Callable[[], Page] | None = None,
     *,
     size: tuple[float, float] = (7.0, 4.0),
 ) -> None:
@@ -77,7 +77,7 @@ def save(
         title: the page's.
         data: what --json prints, kept in the page.
         draw: draws the picture.
-        page: what the page shows; None shows the picture.
+        page: makes what a page shows; None shows the picture.
         size: of the picture, width and height in inches.
 
     Raises:
@@ -90,8 +90,8 @@ def save(
 
     path = Path(name)
     if is_page(name):
-        page = page or Page(f"<figure>{plot.svg(draw, *size)}</figure>")
-        write_page(path, title, page.body, data, style=page.style, script=page.script)
+        made = page() if page else Page(f"<figure>{plot.svg(draw, *size)}</figure>")
+        write_page(path, title, made.body, data, style=made.style, script=made.script)
     else:
         with plot.new_figure(*size) as figure:
             draw(figure)

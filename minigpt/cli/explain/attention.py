@@ -8,7 +8,7 @@ import typer
 
 from minigpt.cli.explain.given import given_model, given_text
 from minigpt.cli.options import CheckpointOption, JsonOption, PromptOption
-from minigpt.cli.save import SaveOption, check_save, save
+from minigpt.cli.save import SaveOption, check_save, is_page, save
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,8 @@ def attention(
         raise typer.BadParameter("it shows numbers by itself: leave out --numbers", param_hint="--step")
     if position is not None and not step:
         raise typer.BadParameter("it chooses the position of --step: add that", param_hint="--position")
-    check_save(save_as)
+    # The page of weights draws itself.
+    check_save(save_as, draws_pages=step or toy)
     if toy:
         not_for_toy = {
             "--prompt": prompt,
@@ -82,7 +83,7 @@ def _weights(text: str, seen: Attention, numbers: bool, json: bool, save_as: str
     from minigpt import console
     from minigpt.cli.explain import attention_page, attention_picture, attention_text
 
-    if save_as is not None and save_as.lower().endswith(".html"):
+    if is_page(save_as):
         attention_page.check_length(text)
     # Of a long text they are millions of numbers.
     told = weights_json(text, seen) if json or save_as is not None else None
@@ -95,7 +96,7 @@ def _weights(text: str, seen: Attention, numbers: bool, json: bool, save_as: str
         "What attention reads",
         told,
         lambda figure: attention_picture.draw_weights(figure, text, seen),
-        attention_page.PAGE,
+        lambda: attention_page.PAGE,
         size=attention_picture.size_of_weights(seen),
     )
 

@@ -12,7 +12,7 @@ from minigpt.cli.explain.given import given_model, given_text
 from minigpt.cli.explain.screen import print_lines, screen
 from minigpt.cli.explain.signs import legend, sign
 from minigpt.cli.options import CheckpointOption, JsonOption, PromptOption
-from minigpt.cli.save import Page, SaveOption, check_save, is_page, save
+from minigpt.cli.save import Page, SaveOption, check_save, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -65,7 +65,7 @@ def cache(
         "The KV cache, step by step",
         data,
         lambda figure: _draw(figure, found),
-        _page(data, found) if is_page(save_as) else None,
+        lambda: _page(data, found),
         size=SIZE,
     )
 

@@ -49,7 +49,7 @@ def scale(
     Gradient is how much of a gradient gets through the softmax to the scores: the Frobenius norm of its Jacobian,
     diag(p) - p p^T, from 0 to 0.5, averaged over queries. Starved are queries with less than 0.01.
     """
-    check_save(save_as)
+    check_save(save_as, draws_pages=True)
 
     from minigpt import console
     from minigpt.cli.explain.screen import screen
@@ -78,7 +78,7 @@ def scale(
         "Why scores are divided by sqrt(head size)",
         data,
         lambda figure: _draw(figure, rows, layers),
-        _page(rows, layers) if save_as is not None and save_as.lower().endswith(".html") else None,
+        lambda: _page(rows, layers),
         size=PICTURE_SIZE,
     )
 

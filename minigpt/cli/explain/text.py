@@ -12,7 +12,7 @@ import typer
 
 from minigpt.cli.explain.signs import legend, sign
 from minigpt.cli.options import CheckpointOption, EncodingOption, JsonOption
-from minigpt.cli.save import Page, SaveOption, check_save, save
+from minigpt.cli.save import Page, SaveOption, check_save, is_page, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -71,7 +71,7 @@ def text(
     content = _content(file, encoding)
     loaded = given_model(checkpoint)
     content, n_dropped = _known_part(content, loaded, skip_unknown)
-    page = save_as is not None and save_as.lower().endswith(".html")
+    page = is_page(save_as)
     # Who points at a character of the page wants to see what was likelier.
     kept_top = top or (TOP_ON_PAGE if page else 0)
     summary = Summary()
@@ -100,7 +100,7 @@ def text(
         f"What surprised the model: {name}",
         _cut(data, MOST_ON_PAGE),
         lambda figure: _draw(figure, summary, tallies),
-        _page(data, summary) if page else None,
+        lambda: _page(data, summary),
         size=PICTURE_SIZE,
     )
 
