@@ -550,6 +550,7 @@ def test_bad_input_is_one_sentence(arguments: tuple[str, ...], words: tuple[str,
 @pytest.mark.parametrize(
     ("arguments", "option"),
     [
+        (("--toy", "--seed", str(2**64)), "--seed"),
         (("--toy", "--prompt", "a"), "--toy"),
         (("--toy", "--checkpoint", "harbour"), "--toy"),
         (("--toy", "--step"), "--toy"),
@@ -567,4 +568,4 @@ def test_a_file_that_cannot_be_written_is_a_sentence() -> None:
     Path("page.html").mkdir()
     error = explain("--prompt", "The", "--save", "page.html", "--json", code=None)
     assert error.code == 1
-    assert error.stderr.startswith("minigpt: cannot write page.html: ")
+    assert error.stderr.startswith("minigpt: cannot write 'page.html': it is a folder")

@@ -27,7 +27,7 @@ PROMPT = TEXT[:WINDOW]
 @pytest.fixture(scope="module")
 def walked(tiny_model: GPT) -> list[Step]:
     """Nine steps of a model with a window of 4 and a receptive field of 10, from 3 ids on."""
-    return steps(tiny_model, [1, 2, 3], 9)
+    return list(steps(tiny_model, [1, 2, 3], 9))
 
 
 def test_with_the_cache_each_step_after_the_first_computes_one_position(walked: list[Step]) -> None:
@@ -303,6 +303,10 @@ def test_the_page_has_the_picture_the_steps_and_the_json() -> None:
 def test_the_model_is_left_as_it_was() -> None:
     model = trained_checkpoint().model
     before = {name: param.clone() for name, param in model.named_parameters()}
-    steps(model, [1, 2, 3], 2)
+    list(steps(model, [1, 2, 3], 2))
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
     assert all(not block.attn.read._forward_hooks for block in model.blocks)
+
+
+def test_no_more_steps_are_shown_than_anyone_reads() -> None:
+    assert "500" in run("explain", "cache", "-n", "501", code=2).usage

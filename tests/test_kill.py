@@ -318,3 +318,28 @@ def steps_of_log(folder: Path) -> int:
     log = folder / RUN / "train.jsonl"
     lines = [parse_line(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
     return lines[-1].step if lines and lines[-1] else 0
+
+
+# While modules are loaded
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_ctrl_c_is_not_lost_in_compiled_modules_that_drop_it(name: str, tmp_path: Path) -> None:
+    # As the compiled part of torch does that imports numpy.
+    (tmp_path / f"{name}.py").write_text(
+        "import os, signal, time\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(5)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('dropped')\n"
+    )
+    here = as_in_a_shell()
+    here["env"]["PYTHONPATH"] = os.pathsep.join((str(tmp_path), here["env"]["PYTHONPATH"]))
+    code = f"""
+import minigpt.__main__, minigpt.cli
+minigpt.cli.main = lambda: __import__({name!r})
+minigpt.__main__.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **here)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +59,21 @@ def test_other_endings_are_refused_with_those_there_are(name: str) -> None:
 def test_a_folder_that_is_not_there_is_named() -> None:
     with pytest.raises(ReportError, match=r"^cannot write 'no/it\.html': there is no folder 'no'$"):
         check_save("no/it.html")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("folder.html", "it is a folder"), (f"{'x' * 300}.html", os.strerror(errno.ENAMETOOLONG))]
+)
+def test_what_cannot_be_written_is_said_before_anything_is_computed(name: str, reason: str) -> None:
+    Path("folder.html").mkdir()
+    with pytest.raises(ReportError, match=rf"^cannot write '{name}': {reason}$"):
+        check_save(name)
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ReportError, match=r"^cannot write 'it\.html': the folder '\.' cannot be written to$"):
+        check_save("it.html")
 
 
 @pytest.mark.usefixtures("without_matplotlib")

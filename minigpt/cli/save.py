@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ def check_save(name: str | None, *, draws_pages: bool = False) -> None:
         draws_pages: whether there is a picture in the page, too.
 
     Raises:
-        ReportError: the name ends otherwise, or is in no folder that there is.
+        ReportError: the name ends otherwise, is that of a folder, too long, or in none that can be written to.
         MissingPackageError: there is a picture to draw, and matplotlib is not installed.
     """
     from minigpt.errors import MissingPackageError, ReportError
@@ -48,8 +49,19 @@ def check_save(name: str | None, *, draws_pages: bool = False) -> None:
         raise ReportError(
             f"{name!r} is no name for what --save writes: end it in {', '.join(KINDS[:-1])} or {KINDS[-1]}"
         )
-    if not path.parent.is_dir():
-        raise ReportError(f"cannot write {name!r}: there is no folder {str(path.parent)!r}")
+    try:
+        if not path.parent.is_dir():
+            raise ReportError(f"cannot write {name!r}: there is no folder {str(path.parent)!r}")
+        # Of a name that is too long this fails.
+        path.lstat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ReportError(f"cannot write {name!r}: {error.strerror or error}") from None
+    if path.is_dir():
+        raise ReportError(f"cannot write {name!r}: it is a folder")
+    if not os.access(path.parent, os.W_OK):
+        raise ReportError(f"cannot write {name!r}: the folder {str(path.parent)!r} cannot be written to")
     if draws_pages or not is_page(name):
         import importlib.util
 

@@ -6,7 +6,7 @@ the formula of `bench`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,7 +114,7 @@ class WatchedCache(KVCache):
         return tuple(known.get(row) for row in _rows(self.keys[layer], self.values[layer]))
 
 
-def steps(model: GPT, prompt: Sequence[int], length: int) -> list[Step]:
+def steps(model: GPT, prompt: Sequence[int], length: int) -> Iterator[Step]:
     """Writes the likeliest characters after a prompt both ways, as `generate` does, and takes down every step.
 
     The first step reads the prompt. From then on each takes in the character that was written last, and writes one.
@@ -123,31 +123,31 @@ def steps(model: GPT, prompt: Sequence[int], length: int) -> list[Step]:
         prompt: ids, at least one. Positions count from its first one, or from the first that can influence the next
             character: those before it are not read.
         length: steps, at least one.
+
+    Yields:
+        Each step as soon as it is taken.
     """
-    read = list(prompt[-model.config.receptive_field :])
-    texts = [
-        [id_ for (id_,) in generate(model, read, length, sampling=Sampling(temperature=0.0), use_cache=use_cache)]
+    ids = list(prompt[-model.config.receptive_field :])
+    written = [
+        generate(model, ids, length, sampling=Sampling(temperature=0.0), use_cache=use_cache)
         for use_cache in (True, False)
     ]
     kv_cache = WatchedCache(model)
-    ids = read + texts[0]
-    found: list[Step] = []
-    for step, (cached_id, recomputed_id) in enumerate(zip(*texts, strict=True)):
-        end = len(read) + step
+    last: Step | None = None
+    for (cached_id,), (recomputed_id,) in zip(*written, strict=True):
+        end = len(ids)
         once = record(model, ids[kv_cache.length : end], kv_cache)
         again = record(model, ids[max(0, end - model.config.receptive_field) : end])
-        last = found[-1] if found else None
-        found.append(
-            Step(
-                _pass(model, once, end, last.cached if last else None, kv_cache.moves[0].read),
-                _pass(model, again, end, last.recomputed if last else None),
-                tuple(kv_cache.moves),
-                cached_id,
-                recomputed_id,
-                (once.logits[-1] - again.logits[-1]).abs().max().item(),
-            )
+        last = Step(
+            _pass(model, once, end, last.cached if last else None, kv_cache.moves[0].read),
+            _pass(model, again, end, last.recomputed if last else None),
+            tuple(kv_cache.moves),
+            cached_id,
+            recomputed_id,
+            (once.logits[-1] - again.logits[-1]).abs().max().item(),
         )
-    return found
+        ids.append(cached_id)
+        yield last
 
 
 def _pass(model: GPT, recording: Recording, end: int, before: Pass | None, read: tuple[int, ...] | None = None) -> Pass:

@@ -37,7 +37,9 @@ def attention(
     toy: Annotated[
         bool, typer.Option("--toy", help="The chapter's example instead of a model: random vectors, every number.")
     ] = False,
-    seed: Annotated[int | None, typer.Option("--seed", "-s", min=0, help="Of --toy. Default: 0.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", "-s", min=0, max=2**64 - 1, help="Of --toy. Default: 0.")
+    ] = None,
     checkpoint: CheckpointOption = None,
     json: JsonOption = False,
     save_as: SaveOption = None,

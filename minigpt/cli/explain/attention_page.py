@@ -89,7 +89,9 @@ function colour(weight) {
 const css = parts => `rgb(${parts.join(",")})`;
 const ink = ([red, green, blue]) => 0.299 * red + 0.587 * green + 0.114 * blue > 118 ? "#000000" : "#ffffff";
 const first = i => i + 1 - data.readable[i];
-const sign = char => ({"\\n": "\\u21b5", "\\t": "\\u2192", " ": "\\u2423"})[char] || char;
+const signs = {"\\n": "\\u21b5", "\\t": "\\u2192", " ": "\\u2423"};
+// The last ones have no picture, or join the character before them.
+const sign = char => signs[char] || (/[\\p{C}\\p{M}\\p{Z}]/u.test(char) ? "\\ufffd" : char);
 const name = i => `position ${i + 1} (${sign(chars[i])})`;
 
 // Draws a head in cells of some pixels, with so many cells of room for characters at the left and above.

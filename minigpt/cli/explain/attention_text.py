@@ -222,7 +222,7 @@ class _Screen:
         sentences = [
             f"A row is a character that reads, a column one that is read{self._window(seen)}. The uniform average"
             " reads them all alike.",
-            f"L: layer, H: head. Bits: mean entropy of the rows, from 0 (reads one character) to"
+            f"L: layer, H: head. Bits: mean entropy of all rows, from 0 (reads one character) to"
             f" {float(seen.uniform.entropy.mean()):.2f} (the uniform average).",
         ]
         room = self._width - width - GAP

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # Steps that the ring of the default prompt is short of being full when it is read: so the third one fills it, and those
 # after it store over what was there.
 SHORT_OF_FULL = 2
+# Nobody reads more, and each takes two passes of the model each way.
+MOST_STEPS = 500
 # Columns of the names of rows, and of a way beside the other one; of the names where the ways follow each other.
 NAMES, WAY, NARROW_NAMES = 18, 31, 14
 # From so many columns on the ways stand side by side.
@@ -37,7 +39,9 @@ SIZE = (9.0, 4.0)
 
 def cache(
     prompt: PromptOption = None,
-    length: Annotated[int, typer.Option("--length", "-n", min=1, help="Characters to write, one a step.")] = 5,
+    length: Annotated[
+        int, typer.Option("--length", "-n", min=1, max=MOST_STEPS, help="Characters to write, one a step.")
+    ] = 5,
     checkpoint: CheckpointOption = None,
     save_as: SaveOption = None,
     json: JsonOption = False,
@@ -51,10 +55,16 @@ def cache(
     config = loaded.model.config
     text = given_text(loaded, prompt, max(1, config.window - SHORT_OF_FULL))
     if (reach := config.receptive_field) < len(text):
-        console.note(f"of the text's {len(text):,} characters the last {reach:,} are read: no others can reach what")
-        console.note("follows; positions count from the first of them")
+        console.note(
+            f"of the text's {len(text):,} characters the last {reach:,} are read: no others can reach what follows;"
+            " positions count from the first of them"
+        )
         text = text[-reach:]
-    found = steps(loaded.model, loaded.tokenizer.encode(text), length)
+    found = []
+    with console.steps_bar(length) as bar:
+        for step in steps(loaded.model, loaded.tokenizer.encode(text), length):
+            found.append(step)
+            bar.update(1)
     data = _data(loaded, text, found)
     if json:
         console.write_json(data)

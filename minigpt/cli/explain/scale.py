@@ -93,9 +93,8 @@ def _given(checkpoint: str | None, prompt: str | None) -> tuple[Checkpoint, str]
         raise PromptError(f"the prompt has {len(text):,} characters, and at most {MOST_CHARS:,} are measured: cut it")
     if (keys := min(len(text), loaded.model.config.window)) < 2:
         raise PromptError(
-            f"no position reads more than {keys} key, with {len(text):,} characters and a window of"
-            f" {loaded.model.config.window}, so that there is no softmax to measure: give a longer --prompt or another"
-            " --checkpoint"
+            f"no position reads more than {keys} key, so that there is no softmax to measure: give"
+            + (" a longer --prompt" if loaded.model.config.window > 1 else " a --checkpoint with a window above 1")
         )
     return loaded, text
 

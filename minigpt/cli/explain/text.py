@@ -127,12 +127,12 @@ def _known_part(content: str, loaded: Checkpoint, skip_unknown: bool) -> tuple[s
         error = UnknownCharacterError(unknown)
         if not skip_unknown:
             raise PromptError(f"{error}: leave them out, or use --skip-unknown") from error
-        console.note(f"dropped from the text, since {error}")
+        console.note(f"dropped from the text, since {error}; lines and columns are counted without them")
         content = "".join(char for char in content if char in loaded.tokenizer)
     if len(content) < 2:
         raise PromptError(
-            f"the text has {len(content)} characters that the model knows, and at least 2 are needed, since the first"
-            " one is not predicted: give a longer one"
+            f"the model knows {len(content)} of the text's characters, and at least 2 are needed, since the first one"
+            " is not predicted: give a longer text"
         )
     return content, len(unknown)
 
