@@ -78,7 +78,7 @@ def shown(chrome: Chrome) -> dict[int, tuple[float, list[str]]]:
 
 
 def lit(chrome: Chrome) -> list[int]:
-    """The positions that are highlighted, from 1."""
+    """The positions that are highlighted."""
     return [int(span.get_attribute("data-position") or 0) for span in all_of(chrome, "#text .read")]
 
 
@@ -97,12 +97,12 @@ def point_at(chrome: Chrome, position: int) -> None:
 
 def agrees(chrome: Chrome, told: dict[str, Any], layer: int, head: int, position: int) -> None:
     """Checks that the page shows exactly one row of the JSON."""
-    (row,) = [each["weights"][position - 1] for each in told["heads"] if (each["layer"], each["head"]) == (layer, head)]
-    readable = range(max(1, position - 15), position + 1)
+    (row,) = [each["weights"][position] for each in told["heads"] if (each["layer"], each["head"]) == (layer, head)]
+    readable = range(max(0, position - 15), position + 1)
     assert lit(chrome) == list(readable)
     table = shown(chrome)
     assert sorted(table) == list(readable)
-    assert {j: weight for j, (weight, _) in table.items()} == {j: row[j - 1] for j in readable}
+    assert {j: weight for j, (weight, _) in table.items()} == {j: row[j] for j in readable}
     for j, (weight, cells) in table.items():
         assert cells[0] == str(j)
         assert float(cells[2]) == pytest.approx(weight, abs=5.1e-5)
@@ -117,24 +117,24 @@ def test_the_page_opens_without_complaint_or_request_and_shows_the_last_characte
 ) -> None:
     assert page.title == "What attention reads"
     assert json.loads(one(page, "#data").get_attribute("textContent") or "") == told
-    agrees(page, told, 1, 1, len(PROMPT))
+    agrees(page, told, 1, 1, len(PROMPT) - 1)
     assert len(all_of(page, "#maps button")) == 4
 
 
 def test_choosing_a_layer_and_a_head_shows_its_weights(page: Chrome, told: dict[str, Any]) -> None:
     for layer, head in ((2, 1), (2, 2), (1, 2), (1, 1)):
         choose(page, layer, head)
-        agrees(page, told, layer, head, len(PROMPT))
+        agrees(page, told, layer, head, len(PROMPT) - 1)
         pressed = one(page, '#maps [aria-pressed="true"]')
         assert (pressed.get_attribute("title") or "").startswith(f"layer {layer}, head {head}:")
     all_of(page, "#maps button")[2].click()
-    agrees(page, told, 2, 1, len(PROMPT))
+    agrees(page, told, 2, 1, len(PROMPT) - 1)
     assert (one(page, "#layer").get_attribute("value"), one(page, "#head").get_attribute("value")) == ("2", "1")
 
 
 def test_pointing_at_a_character_lights_up_exactly_what_it_may_read(page: Chrome, told: dict[str, Any]) -> None:
     choose(page, 2, 2)
-    for position in (1, 2, 16, 17, 30, 5):
+    for position in (0, 1, 15, 16, 30, 5):
         point_at(page, position)
         agrees(page, told, 2, 2, position)
         assert [span.get_attribute("data-position") for span in all_of(page, "#text .current")] == [str(position)]
@@ -160,11 +160,11 @@ def test_what_is_read_more_is_lighter(page: Chrome) -> None:
 def test_the_keyboard_walks_through_the_text(page: Chrome, told: dict[str, Any]) -> None:
     from selenium.webdriver import ActionChains, Keys
 
-    last = len(PROMPT)
+    last = len(PROMPT) - 1
     # One stop of the tabulator.
     assert [span.get_attribute("data-position") for span in all_of(page, '#text [tabindex="0"]')] == [str(last)]
     page.execute_script("document.querySelector('#text [tabindex=\"0\"]').focus()")
-    for key, position in ((Keys.ARROW_LEFT, last - 1), (Keys.HOME, 1), (Keys.ARROW_LEFT, 1), (Keys.ARROW_RIGHT, 2)):
+    for key, position in ((Keys.ARROW_LEFT, last - 1), (Keys.HOME, 0), (Keys.ARROW_LEFT, 0), (Keys.ARROW_RIGHT, 1)):
         ActionChains(page).send_keys(key).perform()
         agrees(page, told, 1, 1, position)
 
@@ -182,12 +182,12 @@ def test_pointing_at_a_cell_of_the_map_reads_its_row_and_says_its_weight(page: C
 
     def move(row: int, column: int) -> str:
         # From the middle of the picture; one cell of it is for the characters.
-        x, y = ((place + 0.5) * cell - canvas.size["width"] / 2 for place in (column, row))
+        x, y = ((place + 1.5) * cell - canvas.size["width"] / 2 for place in (column, row))
         ActionChains(page).move_to_element_with_offset(canvas, round(x), round(y)).perform()
         return one(page, "#cell").text
 
-    weight = told["heads"][0]["weights"][19][9]
-    chars = {position: PROMPT[position - 1] for position in (3, 10, 20, 30)}
+    weight = told["heads"][0]["weights"][20][10]
+    chars = {position: PROMPT[position] for position in (3, 10, 20, 30)}
     assert move(20, 10) == f"position 20 ({chars[20]}) reads {weight:.4f} of position 10 ({chars[10]})."
     agrees(page, told, 1, 1, 20)
     later = f"position 20 ({chars[20]}) may not read position 30 ({chars[30]}), which is later."
@@ -212,7 +212,7 @@ def test_any_characters_survive(chrome: Chrome, tmp_path: Path) -> None:
     spans = all_of(chrome, "#text [data-position]")
     texts = [span.get_attribute("textContent") for span in spans]
     assert texts == [{"\n": "\u21b5", "\t": "\u2192"}.get(char, char) for char in HOSTILE]
-    for position in (1, 5, length):
+    for position in (0, 5, length - 1):
         point_at(chrome, position)
         agrees(chrome, json.loads(json.dumps(data)), 1, 1, position)
     assert complaints(chrome) == []
@@ -224,7 +224,7 @@ def test_a_long_text_works(chrome: Chrome, tmp_path: Path) -> None:
     told = run("explain", "attention", *arguments).json
     opened(chrome, tmp_path / "page.html")
     choose(chrome, 2, 1)
-    for position in (300, 123):
+    for position in (299, 123):
         point_at(chrome, position)
         agrees(chrome, told, 2, 1, position)
     assert complaints(chrome) == []
@@ -235,7 +235,7 @@ def test_a_page_of_one_head_and_one_character_works(chrome: Chrome, tmp_path: Pa
     arguments = ("--prompt", "M", "--layer", "2", "--head", "1", "--save", file, "--json")
     told = run("explain", "attention", "--checkpoint", trained(), *arguments).json
     opened(chrome, file)
-    agrees(chrome, told, 2, 1, 1)
+    agrees(chrome, told, 2, 1, 0)
     assert "1 character:" in one(chrome, "#heading").text
     assert complaints(chrome) == []
 

@@ -123,23 +123,23 @@ def test_the_stages_are_those_of_the_formula_with_the_mask_before_the_softmax() 
     torch.testing.assert_close(way.weights, way.masked.exp() / way.masked.exp().sum(dim=-1, keepdim=True))
 
 
-@pytest.mark.parametrize("position", [1, 9, 24])
+@pytest.mark.parametrize("position", [0, 8, 23])
 def test_a_step_is_a_row_of_its_head_and_ends_at_what_the_model_gave(position: int) -> None:
     seen = seen_in(PROMPT)
     for head in seen.heads:
         taken = explain_step(seen, head, position)
-        torch.testing.assert_close(taken.stages.weights, head.weights[position - 1], rtol=0, atol=1e-6)
+        torch.testing.assert_close(taken.stages.weights, head.weights[position], rtol=0, atol=1e-6)
         torch.testing.assert_close(taken.stages.scores, taken.keys @ taken.query, rtol=0, atol=1e-4)
         torch.testing.assert_close(taken.parts.sum(dim=0), taken.output, rtol=0, atol=1e-6)
-        assert torch.equal(taken.model_output, seen.layers[head.layer - 1].y[head.head - 1, position - 1])
+        assert torch.equal(taken.model_output, seen.layers[head.layer - 1].y[head.head - 1, position])
         assert 0 <= taken.gap < 1e-6
-        assert taken.entropy == pytest.approx(float(head.entropy[position - 1]), abs=1e-5)
+        assert taken.entropy == pytest.approx(float(head.entropy[position]), abs=1e-5)
 
 
 def test_in_float64_every_step_of_every_head_ends_at_what_the_model_gave_to_its_rounding(tiny_model: GPT) -> None:
     seen = explain_attention(tiny_model, [1, 2, 3, 4, 5, 6, 0, 1])
     for head in seen.heads:
-        for position in range(1, 9):
+        for position in range(8):
             taken = explain_step(seen, head, position)
             assert taken.output.dtype == torch.float64
             assert taken.gap < 1e-13
@@ -149,8 +149,8 @@ def test_a_gap_is_found_where_the_model_gave_something_else() -> None:
     seen = seen_in(PROMPT)
     with torch.inference_mode():
         seen.layers[0].y[0, 3, 2] += 0.5
-    assert explain_step(seen, seen.heads[0], 4).gap == pytest.approx(0.5, abs=1e-5)
-    assert explain_step(seen, seen.heads[0], 5).gap < 1e-6
+    assert explain_step(seen, seen.heads[0], 3).gap == pytest.approx(0.5, abs=1e-5)
+    assert explain_step(seen, seen.heads[0], 4).gap < 1e-6
 
 
 def test_the_toy_gives_what_the_chapters_lines_give() -> None:
@@ -184,8 +184,8 @@ def test_bad_arguments_are_told_what_there_is() -> None:
         with pytest.raises(ConfigError, match=sentence):
             seen_in(PROMPT, **wrong)
     seen = seen_in(PROMPT)
-    for position in (0, 25, -1):
-        with pytest.raises(ConfigError, match=f"position {position} does not exist: this text has positions 1 to 24"):
+    for position in (24, 25, -1):
+        with pytest.raises(ConfigError, match=f"position {position} does not exist: this text has positions 0 to 23"):
             explain_step(seen, seen.heads[0], position)
     with pytest.raises(PromptError, match=r"1,001 characters.*at most 1,000"):
         seen_in("M" * (MOST_CHARS + 1))
@@ -224,14 +224,14 @@ def test_json_of_a_step_has_every_number_of_the_way() -> None:
     told = explain("--prompt", PROMPT, "--step", "--position", "20", "--layer", "1", "--head", "2", "--json").json
     seen = seen_in(PROMPT)
     taken = explain_step(seen, seen.heads[1], 20)
-    assert (told["layer"], told["head"], told["position"], told["char"]) == (1, 2, 20, PROMPT[19])
+    assert (told["layer"], told["head"], told["position"], told["char"]) == (1, 2, 20, PROMPT[20])
     for name, exact in (
         *(("query", taken.query), ("keys", taken.keys), ("values", taken.values)),
         *(("scores", taken.stages.scores), ("scaled", taken.stages.scaled), ("weights", taken.stages.weights)),
         *(("output", taken.output), ("model_output", taken.model_output)),
     ):
         torch.testing.assert_close(torch.tensor(told[name]), exact, rtol=0, atol=0)
-    assert [score is None for score in told["masked"]] == [not 4 <= j < 20 for j in range(24)]
+    assert [score is None for score in told["masked"]] == [not 5 <= j <= 20 for j in range(24)]
     assert told["gap"] == taken.gap < 1e-6
 
 
@@ -254,7 +254,7 @@ def test_the_numbers_are_those_of_the_json_and_the_rest_of_a_row_is_summed_up(wi
     weights = explain("--prompt", PROMPT, "--layer", "2", "--head", "1", "--json").json["heads"][0]["weights"]
     shown = explain("--prompt", PROMPT, "--layer", "2", "--head", "1", "--numbers").stdout
     rows = re.findall(r"^ *(\d+) (.)((?: \d\.\d{4}){24})   (\d\.\d{4})  (\d\.\d\d)$", shown, re.MULTILINE)
-    assert [int(row[0]) for row in rows] == list(range(1, 25))
+    assert [int(row[0]) for row in rows] == list(range(24))
     for i, (_, char, numbers, uniform, bits) in enumerate(rows):
         assert char == PROMPT[i].replace(" ", "␣")
         assert numbers.split() == [f"{weight:.4f}" for weight in weights[i]]
@@ -266,9 +266,9 @@ def test_the_numbers_are_those_of_the_json_and_the_rest_of_a_row_is_summed_up(wi
     shown = explain("--prompt", PROMPT, "--layer", "2", "--head", "1", "--numbers").stdout
     assert "the last 7 of 24 characters" in shown
     rows = re.findall(r"^ *(\d+) . +(\d\.\d{4})((?: \d\.\d{4}){7}) ", shown, re.MULTILINE)
-    assert [int(number) for number, _, _ in rows] == list(range(18, 25))
+    assert [int(number) for number, _, _ in rows] == list(range(17, 24))
     for number, earlier, numbers in rows:
-        row = weights[int(number) - 1]
+        row = weights[int(number)]
         assert float(earlier) == pytest.approx(sum(row[:17]), abs=1e-4)
         assert numbers.split() == [f"{weight:.4f}" for weight in row[17:]]
 
@@ -283,7 +283,7 @@ def test_one_head_is_a_triangle_beside_the_uniform_average() -> None:
     for i in range(8):
         row = r"((?:\S ){" + str(i + 1) + r"}) +(\d\.\d\d)"
         ((label, cells, bits, uniform, most),) = re.findall(rf"^(\d .) {row} {row}$", lines[4 + i])
-        assert label == f"{i + 1} {'The␣tide'[i]}"
+        assert label == f"{i} {'The␣tide'[i]}"
         expected = [symbols[max(1, min(int(10 * math.sqrt(float(w))), 9))] for w in head.weights[i, : i + 1]]
         assert cells.split() == expected
         assert len(set(uniform.split())) == 1
@@ -308,21 +308,21 @@ def test_all_heads_are_shown_small_with_characters_on_both_axes() -> None:
 
 def test_the_window_is_seen_in_a_text_that_is_longer() -> None:
     lines = explain("--prompt", PROMPT, "--layer", "1", "--head", "1").stdout.splitlines()
-    last = next(line for line in lines if line.startswith("24 n "))
+    last = next(line for line in lines if line.startswith("23 n "))
     # Eight characters that are too old, then the window.
-    assert re.match(r"24 n {9}\S{16} ", last)
+    assert re.match(r"23 n {9}\S{16} ", last)
     assert any("the window of 16" in line for line in lines)
 
 
 def test_a_step_shows_each_stage_and_both_outputs() -> None:
-    shown = explain("--prompt", PROMPT, "--step", "--layer", "1", "--head", "2", "--position", "20").stdout
-    told = explain("--prompt", PROMPT, "--step", "--layer", "1", "--head", "2", "--position", "20", "--json").json
-    assert "How 'm', position 20 of 24, reads: layer 1, head 2, head_dim D = 16" in shown
+    shown = explain("--prompt", PROMPT, "--step", "--layer", "1", "--head", "2", "--position", "19").stdout
+    told = explain("--prompt", PROMPT, "--step", "--layer", "1", "--head", "2", "--position", "19", "--json").json
+    assert "How 'm', position 19 of 0 to 23, reads: layer 1, head 2, head_dim D = 16" in shown
     assert f"{told['query'][0]:.4f}" in shown
     rows = re.findall(r"^ *(\d+) . +(\S+) +(\S+) +(\S+) +(0\.\d{4}|1\.0000) +(0\.\d{4})(?:  #*)?$", shown, re.MULTILINE)
-    assert [int(row[0]) for row in rows] == list(range(1, 25))
+    assert [int(row[0]) for row in rows] == list(range(24))
     for number, score, scaled, masked, weight, uniform in rows:
-        j = int(number) - 1
+        j = int(number)
         assert (score, scaled) == (f"{told['scores'][j]:.4f}", f"{told['scaled'][j]:.4f}")
         assert masked == ("-inf" if told["masked"][j] is None else f"{told['masked'][j]:.4f}")
         assert (weight, uniform) == (f"{told['weights'][j]:.4f}", f"{told['uniform'][j]:.4f}")
@@ -334,14 +334,14 @@ def test_a_step_shows_each_stage_and_both_outputs() -> None:
 
 
 def test_a_step_is_of_the_last_position_and_the_head_that_departs_most_there() -> None:
-    far = furthest(seen_in(PROMPT), 24)
+    far = furthest(seen_in(PROMPT), 23)
     told = explain("--prompt", PROMPT, "--step", "--json").json
-    assert (told["position"], told["layer"], told["head"]) == (24, far.layer, far.head)
+    assert (told["position"], told["layer"], told["head"]) == (23, far.layer, far.head)
 
 
 def test_of_many_keys_a_step_lists_the_largest_and_sums_up_the_others() -> None:
     prompt = PROMPT * 3
-    shown = explain("--prompt", prompt, "--step", "--layer", "1", "--head", "1", "--position", "60").stdout
+    shown = explain("--prompt", prompt, "--step", "--layer", "1", "--head", "1", "--position", "59").stdout
     # All of the window of 16 fits; of 44 older and 12 later keys four each are listed.
     assert "40 more keys older than the window: masked, weight 0" in shown
     assert "8 more keys later: masked, weight 0" in shown
@@ -401,7 +401,7 @@ def test_wide_characters_keep_the_columns_in_line(
     one = explain_attention(trained_checkpoint().model, [1, 2, 3, 4, 5, 6, 7], 1, 1)
     attention_text.show_weights(text, seen, numbers=False)
     attention_text.show_weights(text, one, numbers=True)
-    attention_text.show_step(text, seen, explain_step(seen, seen.heads[0], 7))
+    attention_text.show_step(text, seen, explain_step(seen, seen.heads[0], 6))
     assert max(cell_len(line) for line in capsys.readouterr().out.splitlines()) <= columns
     attention_text.show_weights(text, one, numbers=False)
     lines = capsys.readouterr().out.splitlines()
@@ -531,7 +531,7 @@ def test_the_toy_and_a_step_make_pages_too() -> None:
     [
         (("--layer", "7"), ("layer 7 does not exist: this model has layers 1 to 2",)),
         (("--head", "0"), ("head 0 does not exist: this model has heads 1 to 2",)),
-        (("--step", "--position", "99"), ("position 99 does not exist: this text has positions 1 to 16",)),
+        (("--step", "--position", "99"), ("position 99 does not exist: this text has positions 0 to 15",)),
         (("--prompt", ""), ("the prompt is empty",)),
         (("--prompt", "The 漢"), ("never seen", "leave them out")),
         (("--prompt", "M" * 1001), ("1,001 characters", "at most 1,000")),

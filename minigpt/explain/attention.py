@@ -99,10 +99,10 @@ def explain_attention(model: GPT, ids: Sequence[int], layer: int | None = None, 
 
 
 def furthest(seen: Attention, position: int | None = None) -> Head:
-    """The head that departs most from the uniform average: in the mean, or at one position, from 1."""
+    """The head that departs most from the uniform average: in the mean, or at one position."""
     if position is None:
         return max(seen.heads, key=lambda head: float(seen.departure(head).mean()))
-    return max(seen.heads, key=lambda head: float(seen.departure(head)[position - 1]))
+    return max(seen.heads, key=lambda head: float(seen.departure(head)[position]))
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class _Taken(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Step:
-    """How one position of one head gathers what it gathers; all count from 1."""
+    """How one position of one head gathers what it gathers. Layers and heads count from 1, positions from 0."""
 
     layer: int
     head: int
@@ -178,15 +178,15 @@ class Step:
 
 @torch.inference_mode()
 def explain_step(seen: Attention, head: Head, position: int) -> Step:
-    """Takes one position, from 1, of a head apart.
+    """Takes one position, from 0, of a head apart.
 
     Raises:
         ConfigError: there is no such position.
     """
     T = seen.mask.shape[0]
-    if not 1 <= position <= T:
-        raise ConfigError(f"position {position} does not exist: this text has positions 1 to {T}")
-    layer, h, row = seen.layers[head.layer - 1], head.head - 1, slice(position - 1, position)
+    if not 0 <= position < T:
+        raise ConfigError(f"position {position} does not exist: this text has positions 0 to {T - 1}")
+    layer, h, row = seen.layers[head.layer - 1], head.head - 1, slice(position, position + 1)
     q, k, v, mask = layer.q[h, row], layer.k[h], layer.v[h], layer.mask[row]
     way = stages(q, k, mask)
     return Step(
@@ -199,7 +199,7 @@ def explain_step(seen: Attention, head: Head, position: int) -> Step:
         mask[0],
         Stages(way.scores[0], way.scaled[0], way.masked[0], way.weights[0]),
         attention(q, k, v, mask)[0],
-        layer.y[h, position - 1],
+        layer.y[h, position],
     )
 
 

@@ -32,7 +32,7 @@ def attention(
         bool, typer.Option("--step", help="Walk through one position: query, scores, scale, mask, softmax, sum.")
     ] = False,
     position: Annotated[
-        int | None, typer.Option("--position", help="The position of --step, from 1. Default: the last.")
+        int | None, typer.Option("--position", help="The position of --step, from 0. Default: the last.")
     ] = None,
     toy: Annotated[
         bool, typer.Option("--toy", help="The chapter's example instead of a model: random vectors, every number.")
@@ -73,7 +73,7 @@ def attention(
     text = given_text(loaded, prompt, DEFAULT_CHARS_OF_NUMBERS if numbers else DEFAULT_CHARS)
     seen = explain_attention(loaded.model, loaded.tokenizer.encode(text), layer, head)
     if step:
-        place = len(text) if position is None else position
+        place = len(text) - 1 if position is None else position
         # Asked before a head is chosen by what it does there.
         explain_step(seen, seen.heads[0], place)
         _step(text, seen, explain_step(seen, furthest(seen, place), place), json, save_as)
@@ -144,7 +144,7 @@ def _toy(seed: int, json: bool, save_as: str | None) -> None:
 def weights_json(text: str, seen: Attention) -> dict[str, Any]:
     """What --json prints and the page holds: all numbers of the heads asked for, as JSON can hold them.
 
-    ``weights[i][j]`` is how much position i + 1 reads of position j + 1, and the ``weight`` of the uniform average what
+    ``weights[i][j]`` is how much position i reads of position j, and the ``weight`` of the uniform average what
     it gives each of the ``readable`` positions of a row; entropies and departures are in bits, distances in characters.
     """
     return {
@@ -188,7 +188,7 @@ def step_json(text: str, seen: Attention, taken: Step) -> dict[str, Any]:
         "layer": taken.layer,
         "head": taken.head,
         "position": taken.position,
-        "char": text[taken.position - 1],
+        "char": text[taken.position],
         "query": taken.query.tolist(),
         "keys": taken.keys.tolist(),
         "values": taken.values.tolist(),
@@ -198,7 +198,7 @@ def step_json(text: str, seen: Attention, taken: Step) -> dict[str, Any]:
             score if readable else None for score, readable in zip(masked, taken.readable.tolist(), strict=True)
         ],
         "weights": taken.stages.weights.tolist(),
-        "uniform": seen.uniform.weights[taken.position - 1].tolist(),
+        "uniform": seen.uniform.weights[taken.position].tolist(),
         "output": taken.output.tolist(),
         "model_output": taken.model_output.tolist(),
         "gap": taken.gap,

@@ -61,7 +61,7 @@ select { font: inherit; padding: 0.2rem 0.4rem; }
 #reads td:nth-child(2) { text-align: center; font-family: ui-monospace, monospace; }
 #reads td { white-space: nowrap; }
 #reads td:last-child { min-width: 5rem; width: 8rem; padding: 0; }
-@media (max-width: 40rem) { #reads td, #reads th { padding: 0.15rem 0.3rem; font-size: 0.85rem; } }
+@media (max-width: 76rem) { #reads td, #reads th { padding: 0.15rem 0.3rem; font-size: 0.85rem; } }
 #reads th { position: sticky; top: 0; background: var(--paper); }
 .bar { height: 0.8rem; background: #0072B2; min-width: 1px; }
 #map { width: min(100%, 26rem); touch-action: manipulation; cursor: crosshair; }
@@ -92,7 +92,7 @@ const first = i => i + 1 - data.readable[i];
 const signs = {"\\n": "\\u21b5", "\\t": "\\u2192", " ": "\\u2423"};
 // The last ones have no picture, or join the character before them.
 const sign = char => signs[char] || (/[\\p{C}\\p{M}\\p{Z}]/u.test(char) ? "\\ufffd" : char);
-const name = i => `position ${i + 1} (${sign(chars[i])})`;
+const name = i => `position ${i} (${sign(chars[i])})`;
 
 // Draws a head in cells of some pixels, with so many cells of room for characters at the left and above.
 function drawn(canvas, head, size, room) {
@@ -149,7 +149,7 @@ const spans = chars.map((char, i) => {
   const span = document.createElement("span");
   span.textContent = char === "\\n" || char === "\\t" ? sign(char) : char;
   if (char === "\\n" || char === "\\t") span.classList.add("sign");
-  span.dataset.position = i + 1;
+  span.dataset.position = i;
   span.setAttribute("role", "option");
   span.setAttribute("aria-label", name(i));
   for (const event of ["mouseenter", "focus", "click"]) span.addEventListener(event, () => read(i));
@@ -195,9 +195,9 @@ function read(position) {
   const order = Array.from({length: n}, (_, k) => start + k).sort((a, b) => row[b] - row[a] || b - a);
   byId("reads").tBodies[0].replaceChildren(...order.map(j => {
     const line = document.createElement("tr");
-    line.dataset.position = j + 1;
+    line.dataset.position = j;
     line.dataset.weight = row[j];
-    for (const text of [j + 1, sign(chars[j]), row[j].toFixed(4), `${(100 * row[j]).toFixed(1)} %`, uniform.toFixed(4)])
+    for (const text of [j, sign(chars[j]), row[j].toFixed(4), `${(100 * row[j]).toFixed(1)} %`, uniform.toFixed(4)])
       line.insertCell().textContent = text;
     const bar = document.createElement("div");
     bar.className = "bar";

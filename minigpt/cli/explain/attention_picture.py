@@ -65,7 +65,7 @@ def draw_step(figure: Figure, text: str, seen: Attention, taken: Step) -> None:
     above.set_ylabel(f"score / sqrt({seen.head_dim})")
     above.set_title(f"layer {taken.layer}, head {taken.head}: what position {taken.position} reads", fontsize="medium")
     below.bar(places, taken.stages.weights[readable].tolist(), color=COLOURS[0], gid="weights")
-    uniform = float(seen.uniform.weights[taken.position - 1, readable[0]])
+    uniform = float(seen.uniform.weights[taken.position, readable[0]])
     below.axhline(uniform, color=COLOURS[1], linestyle="--", label=f"uniform average: {uniform:.4f}", gid="uniform")
     below.set_ylabel("weight after the softmax")
     below.legend(loc="best")
@@ -81,7 +81,7 @@ def draw_toy(figure: Figure, toy: Toy) -> None:
     squares = [("uniform average", toy.uniform), *((f"text {b + 1}", toy.stages.weights[b]) for b in range(B))]
     for column, (title, weights) in enumerate(squares):
         place = _place(figure, 1, B + 1, TOY, 0, column)
-        image = _heat_map(place, weights, toy.mask, title, [str(i + 1) for i in range(T)], "medium")
+        image = _heat_map(place, weights, toy.mask, title, [str(i) for i in range(T)], "medium")
         for i, j in toy.mask.nonzero().tolist():
             ink = shades.ink_on(shades.colour(math.sqrt(weights[i, j])))
             place.text(j, i, f"{float(weights[i, j]):.4f}", ha="center", va="center", color=ink, fontsize="small")
@@ -121,14 +121,14 @@ def _heat_map(axes: Axes, weights: Tensor, mask: Tensor, title: str, signs: Sequ
 
 
 def _label(set_ticks: Any, signs: Sequence[str] | None, count: int, first: int) -> None:
-    """Characters on an axis, or where there are too many of them some of their positions, from 1."""
+    """Characters on an axis, or where there are too many of them some of their positions."""
     if signs is not None:
         # What stands between dollars is no formula here.
         set_ticks(range(count), signs, parse_math=False)
         return
     step = max(1, 10 ** (len(str(count)) - 1) // 2)
-    places = [i for i in range(count) if (first + i + 1) % step == 0]
-    set_ticks(places, [str(first + i + 1) for i in places])
+    places = [i for i in range(count) if (first + i) % step == 0]
+    set_ticks(places, [str(first + i) for i in places])
 
 
 def _size(rows: int, columns: int, side: float) -> tuple[float, float]:

@@ -243,7 +243,7 @@ class _Screen:
     def one_head(self, seen: Attention) -> None:
         """One heat map with its characters and entropies, as large as there is room for, the uniform average beside."""
         (head,) = seen.heads
-        T, digits = len(self._text), len(str(len(self._text)))
+        T, digits = len(self._text), len(str(len(self._text) - 1))
         label = digits + 1 + self._signs.width + 1
         room = self._width - label - 5
         # Square cells and both maps if that fits, then narrow cells, then the head alone.
@@ -255,7 +255,7 @@ class _Screen:
         n = min(T, max(1, fits))
         shown = seen.uniform.entropy[-n:].tolist()
         rows = range(T - n, T)
-        labels = [f"{i + 1:{digits}} {self._signs.of(self._text[i])} " for i in rows]
+        labels = [f"{i:{digits}} {self._signs.of(self._text[i])} " for i in rows]
         left = self._map(head, seen, n, width, labels)
         _append(left, "bits", [f"{bits:.2f}" for bits in head.entropy[-n:].tolist()])
         blocks = [[Text(f"layer {head.layer}, head {head.head}", "bold"), *left]]
@@ -322,7 +322,7 @@ class _Screen:
 
     def numbers(self, seen: Attention) -> None:
         """The weights with four decimals, as many as fit; what is left out is summed up."""
-        T, digits = len(self._text), len(str(len(self._text)))
+        T, digits = len(self._text), len(str(len(self._text) - 1))
         label = digits + 1 + self._signs.width
         tail = "  bits" if self._narrow else "  uniform  bits"
         room = self._width - label - len(tail)
@@ -345,7 +345,7 @@ class _Screen:
             earlier = head.weights[-n:, : T - n].sum(dim=-1).tolist()
             weights, mask = _last(head.weights, n), _last(seen.mask, n)
             for i in range(n):
-                line = Text(f"{T - n + i + 1:{digits}} {self._signs.of(self._text[T - n + i])}")
+                line = Text(f"{T - n + i:{digits}} {self._signs.of(self._text[T - n + i])}")
                 if cropped:
                     line.append(f"{earlier[i]:8.4f}")
                 for weight, may in zip(weights[i], mask[i], strict=True):
@@ -363,10 +363,10 @@ class _Screen:
 
     def step(self, seen: Attention, taken: Step) -> None:
         """Query, scores, scale, mask, softmax and weighted sum of one position."""
-        place, D = taken.position - 1, seen.head_dim
+        place, D = taken.position, seen.head_dim
         char = self._signs.of(self._text[place]).strip()
         self._say(
-            f"How {char!r}, position {taken.position} of {len(self._text)}, reads: layer {taken.layer}, head"
+            f"How {char!r}, position {taken.position} of 0 to {len(self._text) - 1}, reads: layer {taken.layer}, head"
             f" {taken.head}, head_dim D = {D}"
         )
         self._signs_legend(len(self._text))
@@ -376,7 +376,7 @@ class _Screen:
         self._say()
         self._heading("2-5. Each key k_j: score, scale, mask, softmax", "softmax(q k^T / sqrt(D))")
         listed, left_out = self._listed(taken)
-        digits = len(str(len(self._text)))
+        digits = len(str(len(self._text) - 1))
         indent = digits + 1 + self._signs.width
         headers = ["q . k_j", "scaled" if self._narrow else f"/ sqrt({D})", "masked", "softmax"]
         # What a column takes, and its decimals; the uniform average and the bars where there is room.
@@ -393,7 +393,7 @@ class _Screen:
             numbers = [f"{float(each[j]):.{decimals}f}" for each in (way.scores, way.scaled, way.masked)]
             numbers += [f"{weight:.4f}", f"{uniform[j]:.4f}"]
             cells = [f"{number:>{width}}" for number, width in zip(numbers, columns, strict=False)]
-            line = Text(f"{j + 1:{digits}} {self._signs.of(self._text[j])}{''.join(cells)}", "" if may else "dim")
+            line = Text(f"{j:{digits}} {self._signs.of(self._text[j])}{''.join(cells)}", "" if may else "dim")
             if bar_room >= 8 and may:
                 length = round(weight * bar_room)
                 line.append("  ")
@@ -412,7 +412,7 @@ class _Screen:
         for j in listed:
             if taken.readable[j]:
                 sign = self._signs.of(self._text[j])
-                self._vector(f"{j + 1:{digits}} {sign} {float(way.weights[j]):.4f} v = ", taken.parts[j])
+                self._vector(f"{j:{digits}} {sign} {float(way.weights[j]):.4f} v = ", taken.parts[j])
         if others := [j for j in taken.readable.nonzero()[:, 0].tolist() if j not in listed]:
             self._vector(f"{'all others':>{name_room}} = ", taken.parts[others].sum(dim=0))
         self._vector(f"{'sum':>{name_room}} = ", taken.output)
