@@ -5,7 +5,7 @@ Nothing here samples or learns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -73,13 +73,27 @@ def stream_losses(model: GPT, ids: Ids) -> Iterator[NDArray[np.float32]]:
     Yields:
         Losses in nats, a chunk at a time, (n,); len(ids) - 1 in all.
     """
+    for _, losses in stream(model, len(ids), lambda start, stop: torch.from_numpy(ids[start:stop].astype(np.int64))):
+        yield losses.cpu().numpy()
+
+
+@torch.inference_mode()
+def stream(model: GPT, n: int, ids: Callable[[int, int], Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Reads a text of n characters in one stream, through the cache in chunks.
+
+    Args:
+        ids: gives those from a start to a stop, (stop - start,); the stop may lie past the end.
+
+    Yields:
+        Of the characters of a chunk, n - 1 in all: the logits they were predicted with, (n, V), and their losses in
+        nats, (n,), float32.
+    """
     kv_cache = model.new_cache()
-    device = model.lm_head.weight.device
-    for start in range(0, len(ids) - 1, STREAM_CHUNK):
-        chunk = torch.from_numpy(ids[start : start + STREAM_CHUNK + 1].astype(np.int64)).to(device)
+    for start in range(0, n - 1, STREAM_CHUNK):
+        chunk = ids(start, start + STREAM_CHUNK + 1).to(model.lm_head.weight.device)
         with evaluating(model):
             logits = model(chunk[None, :-1], kv_cache)[0]
-        yield functional.cross_entropy(logits, chunk[1:], reduction="none").float().cpu().numpy()
+        yield logits, functional.cross_entropy(logits, chunk[1:], reduction="none").float()
 
 
 @torch.inference_mode()

@@ -335,3 +335,11 @@ if __name__ == "__main__":
         import matplotlib.figure  # noqa: F401
 
     _launch(socket.socket(fileno=int(sys.argv[1])))
+
+
+def said_of_a_full_disk(*arguments: str) -> str:
+    """What a command says, in the working folder, when standard output is a full disk; it exits 1."""
+    with open("/dev/null", "rb") as nothing, open("/dev/full", "wb") as full, open("said", "wb") as said:  # noqa: PTH123
+        program = Program(*arguments, stdin=nothing.fileno(), stdout=full.fileno(), stderr=said.fileno())
+        assert program.wait() == 1
+    return Path("said").read_text()

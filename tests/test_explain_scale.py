@@ -15,7 +15,7 @@ import torch
 
 from minigpt.explain.recording import record
 from minigpt.explain.scale import HEAD_SIZES, LOGITS, experiment, gradient, measure, measure_layers, sharpened
-from tests.cli_support import Outcome, Program, Terminal, run, trained, trained_checkpoint, unstyled
+from tests.cli_support import Outcome, Terminal, run, said_of_a_full_disk, trained, trained_checkpoint, unstyled
 from tests.model_support import normal
 
 
@@ -244,15 +244,8 @@ def test_a_negative_seed_is_a_wrong_command_line() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_one_sentence(own_folder: None) -> None:
-    with open("/dev/null", "rb") as nothing, open("/dev/full", "wb") as full, open("said", "wb") as said:  # noqa: PTH123
-        program = Program(
-            *("explain", "scale", "--checkpoint", str(trained())),
-            stdin=nothing.fileno(),
-            stdout=full.fileno(),
-            stderr=said.fileno(),
-        )
-        assert program.wait() == 1
-    assert Path("said").read_text() == "minigpt: cannot write to standard output: No space left on device\n"
+    said = said_of_a_full_disk("explain", "scale", "--checkpoint", str(trained()))
+    assert said == "minigpt: cannot write to standard output: No space left on device\n"
 
 
 # Files

@@ -22,7 +22,17 @@ from minigpt.config import GPTConfig
 from minigpt.explain import surprise
 from minigpt.explain.surprise import KINDS, PLACES, Summary, Tally, binned, kind_of, lines
 from minigpt.tokenizer import CharTokenizer
-from tests.cli_support import TEXT, Outcome, Program, Terminal, run, trained, trained_checkpoint, unstyled
+from tests.cli_support import (
+    TEXT,
+    Outcome,
+    Program,
+    Terminal,
+    run,
+    said_of_a_full_disk,
+    trained,
+    trained_checkpoint,
+    unstyled,
+)
 
 # Backwards it is nothing that the model has learnt.
 SOME = TEXT[:320] + TEXT[300:200:-1]
@@ -66,7 +76,7 @@ def test_the_bits_are_those_of_the_whole_text_read_at_once() -> None:
 def test_a_long_text_goes_through_the_cache_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = trained_checkpoint()
     whole = list(lines(loaded.model, loaded.tokenizer, SOME, 3))
-    monkeypatch.setattr(surprise, "STREAM_CHUNK", 7)
+    monkeypatch.setattr("minigpt.evaluation.STREAM_CHUNK", 7)
     for left, right in zip(whole, lines(loaded.model, loaded.tokenizer, SOME, 3), strict=True):
         assert (left.number, left.text) == (right.number, right.text)
         np.testing.assert_allclose(left.bits, right.bits, atol=1e-4)
@@ -389,15 +399,8 @@ def test_a_negative_top_and_no_file_are_wrong_command_lines() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_one_sentence() -> None:
-    with open("/dev/null", "rb") as nothing, open("/dev/full", "wb") as full, open("said", "wb") as said:  # noqa: PTH123
-        program = Program(
-            *("explain", "text", "harbour.txt", "--checkpoint", str(trained())),
-            stdin=nothing.fileno(),
-            stdout=full.fileno(),
-            stderr=said.fileno(),
-        )
-        assert program.wait() == 1
-    assert Path("said").read_text() == "minigpt: cannot write to standard output: No space left on device\n"
+    said = said_of_a_full_disk("explain", "text", "harbour.txt", "--checkpoint", str(trained()))
+    assert said == "minigpt: cannot write to standard output: No space left on device\n"
 
 
 # Files

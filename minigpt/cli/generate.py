@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,12 +14,12 @@ from minigpt.cli.options import (
     JsonOption,
     ThreadsOption,
 )
+from minigpt.cli.texts import known_part, read_given
 from minigpt.config import DEFAULT_FORMAT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from minigpt.checkpoint import Checkpoint
     from minigpt.generation import StopFilter
 
 
@@ -109,7 +107,7 @@ def generate(
     loaded = load(path, choose_device(device))
     if loaded.facts.steps == 0:
         note(f"{path} has taken no step of training yet: what it writes is noise")
-    text = _known_part(text, loaded, skip_unknown, note)
+    text = known_part(text, loaded.tokenizer, skip_unknown, note, "prompt")
     round_weights(loaded.model, weights)
     if not cache and engine == "auto":
         engine = "torch"
@@ -238,26 +236,4 @@ def _prompt_text(stdin: str | None, prompt: str | None, prompt_file: str | None,
     file = STDIN if stdin == STDIN or prompt == STDIN else prompt_file
     if file is None:
         return prompt or ""
-    from minigpt import console
-    from minigpt.errors import PromptError
-    from minigpt.sources import read_text
-
-    if file != STDIN and os.path.isdir(file):  # noqa: PTH112  (Path.is_dir raises for names that are too long)
-        raise PromptError(f"the prompt {file!r} is a folder: give a file")
-    if file == STDIN and sys.stdin.isatty():
-        console.note("reading the prompt from the terminal; end it with Ctrl-D")
-    return "".join(read_text([file], encoding=encoding))
-
-
-def _known_part(text: str, loaded: Checkpoint, skip_unknown: bool, note: Callable[[str], None]) -> str:
-    """The text, without the characters that the model does not know if the user wants to go on without them."""
-    from minigpt.errors import PromptError, UnknownCharacterError
-
-    unknown = loaded.tokenizer.unknown(text)
-    if not unknown:
-        return text
-    error = UnknownCharacterError(unknown)
-    if not skip_unknown:
-        raise PromptError(f"{error}: leave them out, or use --skip-unknown") from error
-    note(f"dropped from the prompt, since {error}")
-    return "".join(char for char in text if char in loaded.tokenizer)
+    return read_given(file, encoding, "prompt")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from minigpt.cli.explain.screen import counted, screen
 from minigpt.cli.options import CheckpointOption, JsonOption
 from minigpt.cli.save import Page, SaveOption, check_save, save
 from minigpt.config import DEFAULT_FORMAT
@@ -80,7 +81,8 @@ def race(
     """Watch the same text being written twice at the same time: with the cache, and by recompute."""
     check_save(save_as, draws_pages=True)
     from minigpt import console
-    from minigpt.errors import PromptError, UnknownCharacterError
+    from minigpt.cli.texts import check_known
+    from minigpt.errors import PromptError
     from minigpt.race import Race, cores, fair_threads
     from minigpt.runs import find_checkpoint
     from minigpt.sampling import Sampling
@@ -102,8 +104,7 @@ def race(
     with Race(path, threads) as running:
         racer = running.meet()
         tokenizer = CharTokenizer(racer.chars)
-        if unknown := tokenizer.unknown(prompt or ""):
-            raise PromptError(f"{UnknownCharacterError(unknown)}: leave them out")
+        check_known(prompt or "", tokenizer)
         if racer.steps == 0:
             console.note(f"{path} has taken no step of training yet: what it writes is noise")
         if (reach := racer.config.receptive_field) < len(prompt or ""):
@@ -243,7 +244,6 @@ def _panel(
 
 def _show(result: _Result) -> None:
     from minigpt import console
-    from minigpt.cli.explain.screen import screen
 
     width = min(screen().width, WIDEST)
     cached, recomputed = result.lanes
@@ -262,7 +262,7 @@ def _show(result: _Result) -> None:
     _paragraph("the texts", "are the same, character by character" if result.same else "are NOT THE SAME", width)
     _paragraph(
         "run with",
-        f"{_counted(result.threads, 'thread')} each on {_counted(result.cores, 'core')}, the torch engine,"
+        f"{counted(result.threads, 'thread')} each on {counted(result.cores, 'core')}, the torch engine,"
         f" {DEFAULT_FORMAT} weights, temperature {result.temperature:g}, seed {result.seed}",
         width,
     )
@@ -288,10 +288,6 @@ def _paragraph(name: str, text: str, width: int) -> None:
     indent = " " * 16
     for line in textwrap.wrap(f"{name:16}{text}", width, subsequent_indent=indent):
         console.write(line + "\n")
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 # The picture and the page
@@ -331,7 +327,7 @@ def _page(result: _Result) -> Page:
     texts = result.texts[:1] if result.same else result.texts
     return Page(
         f"<p>{same}; the recompute took {result.times_as_long:.1f} times as long. Both ran at the same time, with"
-        f" {_counted(result.threads, 'thread')} each. Shared: {html.escape(_shared(result))}.</p>\n"
+        f" {counted(result.threads, 'thread')} each. Shared: {html.escape(_shared(result))}.</p>\n"
         f"<figure>{plot.svg(lambda figure: _draw(figure, result), *SIZE)}</figure>\n"
         "<table>\n<tr><th></th><th>characters</th><th>seconds</th><th>characters a second</th></tr>\n"
         f"{rows}</table>\n"

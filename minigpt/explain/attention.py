@@ -99,9 +99,14 @@ def explain_attention(model: GPT, ids: Sequence[int], layer: int | None = None, 
 
 
 def furthest(seen: Attention, position: int | None = None) -> Head:
-    """The head that departs most from the uniform average: in the mean, or at one position."""
+    """The head that departs most from the uniform average: in the mean, or at one position.
+
+    Raises:
+        ConfigError: there is no such position.
+    """
     if position is None:
         return max(seen.heads, key=lambda head: float(seen.departure(head).mean()))
+    _check_position(seen, position)
     return max(seen.heads, key=lambda head: float(seen.departure(head)[position]))
 
 
@@ -183,9 +188,7 @@ def explain_step(seen: Attention, head: Head, position: int) -> Step:
     Raises:
         ConfigError: there is no such position.
     """
-    T = seen.mask.shape[0]
-    if not 0 <= position < T:
-        raise ConfigError(f"position {position} does not exist: this text has positions 0 to {T - 1}")
+    _check_position(seen, position)
     layer, h, row = seen.layers[head.layer - 1], head.head - 1, slice(position, position + 1)
     q, k, v, mask = layer.q[h, row], layer.k[h], layer.v[h], layer.mask[row]
     way = stages(q, k, mask)
@@ -254,6 +257,12 @@ def explain_toy(seed: int) -> Toy:
     return Toy(
         x, q, k, v, mask, way, attention(q, k, v, mask), fused, uniform, _entropy(way.weights), _entropy(uniform)
     )
+
+
+def _check_position(seen: Attention, position: int) -> None:
+    T = seen.mask.shape[0]
+    if not 0 <= position < T:
+        raise ConfigError(f"position {position} does not exist: this text has positions 0 to {T - 1}")
 
 
 def _chosen(name: str, number: int | None, count: int) -> Sequence[int]:

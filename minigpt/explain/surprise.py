@@ -17,10 +17,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn import functional
 
-from minigpt.evaluation import STREAM_CHUNK
-from minigpt.model import GPT, evaluating
+from minigpt.evaluation import stream
+from minigpt.model import GPT
 from minigpt.tokenizer import CharTokenizer
 
 _Item = TypeVar("_Item", "Place", "CostlyLine")
@@ -123,13 +122,7 @@ def _pieces(model: GPT, tokenizer: CharTokenizer, text: str, most: int) -> Itera
     # Of the first one nothing is predicted.
     nothing = np.full((1, most), np.nan, np.float32)
     yield _Piece(np.full(1, np.nan, np.float32), np.zeros((1, most), np.int64), nothing)
-    kv_cache = model.new_cache()
-    device = model.lm_head.weight.device
-    for start in range(0, len(text) - 1, STREAM_CHUNK):
-        chunk = torch.tensor(tokenizer.encode(text[start : start + STREAM_CHUNK + 1]), device=device)
-        with evaluating(model):
-            logits = model(chunk[None, :-1], kv_cache)[0]
-        nats = functional.cross_entropy(logits, chunk[1:], reduction="none").float()
+    for logits, nats in stream(model, len(text), lambda start, stop: torch.tensor(tokenizer.encode(text[start:stop]))):
         probabilities, ids = logits.float().softmax(dim=-1).topk(most)
         yield _Piece((nats / math.log(2)).cpu().numpy(), ids.cpu().numpy(), probabilities.cpu().numpy())
 

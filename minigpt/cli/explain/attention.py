@@ -74,8 +74,6 @@ def attention(
     seen = explain_attention(loaded.model, loaded.tokenizer.encode(text), layer, head)
     if step:
         place = len(text) - 1 if position is None else position
-        # Asked before a head is chosen by what it does there.
-        explain_step(seen, seen.heads[0], place)
         _step(text, seen, explain_step(seen, furthest(seen, place), place), json, save_as)
     else:
         _weights(text, seen, numbers, json, save_as)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minigpt.cli.explain.given import given_model, given_text
-from minigpt.cli.explain.screen import print_lines, screen
+from minigpt.cli.explain.screen import counted, print_lines, screen
 from minigpt.cli.explain.signs import legend, sign
 from minigpt.cli.options import CheckpointOption, JsonOption, PromptOption
 from minigpt.cli.save import Page, SaveOption, check_save, save
@@ -153,11 +153,11 @@ class _Show:
         signs = legend(map(self._one_column, self._text + self._new), self._encoding)
         self._line(f"prompt    {self._cropped(''.join(map(self._sign, self._text)), self._width - 11)}")
         self._prose(
-            f"          {_counted(len(self._text), 'character')}, positions from 0" + (f"; {signs}" if signs else "")
+            f"          {counted(len(self._text), 'character')}, positions from 0" + (f"; {signs}" if signs else "")
         )
         alike = all(ring == step.rings[0] for step in self._found for ring in step.rings)
         self._prose(
-            f"cache     a ring of {config.window:,} slots for each of {_counted(config.n_layer, 'layer')}"
+            f"cache     a ring of {config.window:,} slots for each of {counted(config.n_layer, 'layer')}"
             f" ({'all did the same' if alike else 'below that of layer 1'}). What is in it was looked up after every"
             " step, comparing keys and values bit for bit. Beneath a slot: + stored, x stored where another one was"
             " evicted."
@@ -220,7 +220,7 @@ class _Show:
             if marks.strip():
                 self._line(f"{'':{SLOT_NAMES}}{marks.rstrip()}")
         if len(shown) < len(starts):
-            self._prose(f"({_counted(len(starts), 'line')} of slots, of which {len(shown):,} are shown)")
+            self._prose(f"({counted(len(starts), 'line')} of slots, of which {len(shown):,} are shown)")
 
     def _why(self) -> None:
         last = self._found[-1]
@@ -229,8 +229,8 @@ class _Show:
         self._line()
         self._line("why no old query is ever read", style="bold")
         self._prose(
-            f"In step {len(self._found):,} the recompute made {_counted(recomputed.q_shape[2], 'query')} a layer and"
-            f" gave {_counted(recomputed.logit_rows, 'row')} of logits, of which the last one was used: the others"
+            f"In step {len(self._found):,} the recompute made {counted(recomputed.q_shape[2], 'query')} a layer and"
+            f" gave {counted(recomputed.logit_rows, 'row')} of logits, of which the last one was used: the others"
             f" predict characters that are there already. The pass with the cache made {cached.q_shape[2]:,} and gave"
             f" {cached.logit_rows:,}. A query is used once, by its own position, in the pass that makes it. A later"
             " position brings a query of its own, and of the earlier ones it reads keys and values. So these are what"
@@ -252,7 +252,7 @@ class _Show:
         self._line("the same in the end", style="bold")
         self._prose(
             f"logits    largest gap of any two {last.logit_gap:.1e} in the last step, {gap:.1e} in all"
-            f" {_counted(len(self._found), 'step')}"
+            f" {counted(len(self._found), 'step')}"
         )
         self._prose(
             f"text      both wrote {self._new!r}"
@@ -343,10 +343,6 @@ def _evicted(ring: RingMoves) -> str:
     if not ring.evicted:
         return "none"
     return ", ".join(f"{position:,} from slot {slot:,}" for slot, position in ring.evicted)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what if number == 1 else 'queries' if what == 'query' else what + 's'}"
 
 
 # The picture and the page

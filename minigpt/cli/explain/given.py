@@ -30,7 +30,8 @@ def given_text(loaded: Checkpoint, prompt: str | None, length: int) -> str:
     Raises:
         PromptError: the prompt is empty, or has characters that the model has never seen.
     """
-    from minigpt.errors import PromptError, UnknownCharacterError
+    from minigpt.cli.texts import check_known
+    from minigpt.errors import PromptError
     from minigpt.generation import generate
     from minigpt.sampling import Sampling
 
@@ -39,6 +40,5 @@ def given_text(loaded: Checkpoint, prompt: str | None, length: int) -> str:
         return loaded.tokenizer.decode([id_ for (id_,) in ids])
     if not prompt:
         raise PromptError("the prompt is empty: give at least one character")
-    if unknown := loaded.tokenizer.unknown(prompt):
-        raise PromptError(f"{UnknownCharacterError(unknown)}: leave them out")
+    check_known(prompt, loaded.tokenizer)
     return prompt

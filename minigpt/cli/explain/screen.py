@@ -63,6 +63,11 @@ def print_sentences(console: Console, *sentences: str) -> None:
     print_lines(console, *(line for sentence in sentences for line in textwrap.wrap(sentence, console.width)))
 
 
+def counted(number: int, what: str) -> str:
+    """A number and what it counts, in words."""
+    return f"{number:,} {what if number == 1 else 'queries' if what == 'query' else what + 's'}"
+
+
 def table_lines(
     title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, between: str = "  "
 ) -> list[str]:

@@ -13,6 +13,7 @@ import typer
 from minigpt.cli.explain.signs import legend, sign
 from minigpt.cli.options import CheckpointOption, EncodingOption, JsonOption
 from minigpt.cli.save import Page, SaveOption, check_save, is_page, save
+from minigpt.cli.texts import known_part, read_given
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -66,11 +67,19 @@ def text(
     from minigpt import console
     from minigpt.cli.explain.given import given_model
     from minigpt.cli.explain.screen import screen
+    from minigpt.errors import PromptError
     from minigpt.explain.surprise import Summary, Tally, lines
 
-    content = _content(file, encoding)
+    content = read_given(file, encoding, "text")
     loaded = given_model(checkpoint)
-    content, n_dropped = _known_part(content, loaded, skip_unknown)
+    n_given = len(content)
+    hence = "; lines and columns are counted without them"
+    content = known_part(content, loaded.tokenizer, skip_unknown, console.note, "text", hence)
+    if len(content) < 2:
+        raise PromptError(
+            f"the model knows {len(content)} of the text's characters, and at least 2 are needed, since the first one"
+            " is not predicted: give a longer text"
+        )
     page = is_page(save_as)
     # Who points at a character of the page wants to see what was likelier.
     kept_top = top or (TOP_ON_PAGE if page else 0)
@@ -89,7 +98,7 @@ def text(
             if save_as is not None:
                 tallies.append(Tally(line.characters, line.total))
             bar.update(len(line.text))
-    data = _data(file, loaded, n_dropped, summary, kept)
+    data = _data(file, loaded, n_given - len(content), summary, kept)
     if on_screen:
         on_screen.show_summary(file, summary)
     else:
@@ -103,38 +112,6 @@ def text(
         lambda: _page(data, summary),
         size=PICTURE_SIZE,
     )
-
-
-def _content(file: str, encoding: str) -> str:
-    from minigpt import console
-    from minigpt.errors import PromptError
-    from minigpt.sources import STDIN, read_text
-
-    if file != STDIN and os.path.isdir(file):  # noqa: PTH112  (Path.is_dir raises for names that are too long)
-        raise PromptError(f"the text {file!r} is a folder: give a file")
-    if file == STDIN and sys.stdin.isatty():
-        console.note("reading the text from the terminal; end it with Ctrl-D")
-    return "".join(read_text([file], encoding=encoding))
-
-
-def _known_part(content: str, loaded: Checkpoint, skip_unknown: bool) -> tuple[str, int]:
-    """The text as the model can read it, and how many characters were dropped for that."""
-    from minigpt import console
-    from minigpt.errors import PromptError, UnknownCharacterError
-
-    unknown = loaded.tokenizer.unknown(content)
-    if unknown:
-        error = UnknownCharacterError(unknown)
-        if not skip_unknown:
-            raise PromptError(f"{error}: leave them out, or use --skip-unknown") from error
-        console.note(f"dropped from the text, since {error}; lines and columns are counted without them")
-        content = "".join(char for char in content if char in loaded.tokenizer)
-    if len(content) < 2:
-        raise PromptError(
-            f"the model knows {len(content)} of the text's characters, and at least 2 are needed, since the first one"
-            " is not predicted: give a longer text"
-        )
-    return content, len(unknown)
 
 
 # As JSON
